@@ -14,7 +14,7 @@ from keeping import Row
 
 import polyamp
 from polyamp import LossScale
-from polyamp.layout import finite
+from polyamp.report import finite
 
 MODEL = "big_lstm"
 CURVES = {

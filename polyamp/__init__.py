@@ -23,10 +23,11 @@ from polyamp.verbs import (
 )
 
 if TYPE_CHECKING:
-    from polyamp.diagnosis.calibration import calibrate
+    from polyamp.diagnosis.calibrate import calibrate
+    from polyamp.diagnosis.diagnose import diagnose
     from polyamp.diagnosis.health import health
     from polyamp.diagnosis.lint import lint
-    from polyamp.diagnosis.verbs import diagnose, probe
+    from polyamp.diagnosis.probe import probe
     from polyamp.diagnosis.watch import watch
     from polyamp.equivalence.parity import parity
 
@@ -63,11 +64,11 @@ __all__ = [
 ]
 
 _ON_FIRST_USE = {
-    "calibrate": "diagnosis.calibration",
+    "calibrate": "diagnosis.calibrate",
     "health": "diagnosis.health",
     "lint": "diagnosis.lint",
-    "diagnose": "diagnosis.verbs",
-    "probe": "diagnosis.verbs",
+    "diagnose": "diagnosis.diagnose",
+    "probe": "diagnosis.probe",
     "watch": "diagnosis.watch",
     "parity": "equivalence.parity",
 }

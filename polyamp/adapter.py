@@ -202,7 +202,7 @@ class TrainDigits(Protocol):
 class AdapterTable:
     """An adapter as a table: the name of each verb, and the function that does it.
 
-    >>> table = AdapterTable("mine", {}, owns=complex, verbs={"describe": dict, "record": "polyamp.layout:plural"})
+    >>> table = AdapterTable("mine", {}, owns=complex, verbs={"describe": dict, "record": "polyamp.report:plural"})
     >>> table.owns(1j), table.describe(), table.record(2, "step"), hasattr(table, "rewrite")
     (True, {}, '2 steps', False)
 
@@ -245,7 +245,7 @@ class Later:
     """A function that is imported when it is first called or inspected.
 
     >>> import inspect
-    >>> plural = Later("polyamp.layout:plural")
+    >>> plural = Later("polyamp.report:plural")
     >>> plural(2, "cast"), list(inspect.signature(plural).parameters)
     ('2 casts', ['count', 'noun', 'ending'])
 

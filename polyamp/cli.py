@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from polyamp.demo import Run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (diagnosis.explain, diagnosis.probe, diagnosis.lint, parity):
+for command in (diagnosis.explain, diagnosis.diagnose, parity):
     app.command()(command)
 app.command(context_settings=running.SETTINGS)(running.run)
 console = Console() if sys.stdout and sys.stdout.isatty() else Console(width=120)  # files and pipes have no width

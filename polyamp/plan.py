@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyamp.errors import InvalidTypeError
-from polyamp.layout import JsonReport, aligned, in_bytes
+from polyamp.report import Report, aligned, in_bytes, plural
 from polyamp.validation import shown
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class PlannedOperation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan(JsonReport):
+class Plan(Report):
     """The result of `polyamp.explain`: every operation with its format and reason, and totals. Prints as a table.
 
     >>> plan = Plan("mixed_float16", (PlannedOperation("matmul", "dot", "model", "lower", "float16", "table"),))
@@ -161,13 +161,22 @@ class Plan(JsonReport):
             )
         return PlanComparison(self, other)
 
-    def __str__(self) -> str:
-        lines = [_headline(self), _bytes_line("moved", self.totals, "bytes_moved")]
+    def heading(self) -> str:
+        """Return the totals: operations by format, casts, and bytes."""
+        totals, count = self.totals, plural(len(self.operations), "operation")
+        formats = ", ".join(f"{number} {name}" for name, number in totals["by_format"].items())
+        casts = f"{plural(totals['casts'], 'cast')} of {in_bytes(totals['bytes_cast'])}"
+        engine = "" if self.engine == "rewrite" else f" ({self.engine})"
+        lines = [f"{self.policy}{engine}: {count} ({formats or 'none'}), {casts}"]
+        lines.append(_bytes_line("moved", totals, "bytes_moved"))
         if self.bytes_saved is not None:
-            lines.append(_bytes_line("saved for the backward pass", self.totals, "bytes_saved"))
+            lines.append(_bytes_line("saved for the backward pass", totals, "bytes_saved"))
         if self.unused_rules:
             lines.append(f"rules that matched nothing: {', '.join(self.unused_rules)}")
-        return "\n".join([*lines, "", self.table(rows=20)])
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return f"{self.heading()}\n\n{self.table(rows=20)}"
 
     def table(self, *, grouped: bool = True, rows: int | None = None) -> str:
         """Return the operations as an aligned table.
@@ -234,14 +243,6 @@ class PlanComparison:
                 aligned([("operation", "where", "this", "other"), *changed]) if changed else "no operation differs",
             ]
         )
-
-
-def _headline(plan: Plan) -> str:
-    totals, count = plan.totals, len(plan.operations)
-    formats = ", ".join(f"{number} {name}" for name, number in totals["by_format"].items())
-    casts = f"{totals['casts']} cast{'' if totals['casts'] == 1 else 's'} of {in_bytes(totals['bytes_cast'])}"
-    engine = "" if plan.engine == "rewrite" else f" ({plan.engine})"
-    return f"{plan.policy}{engine}: {count} operation{'' if count == 1 else 's'} ({formats or 'none'}), {casts}"
 
 
 def _bytes_line(label: str, totals: dict[str, Any], key: str) -> str:

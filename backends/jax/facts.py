@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 
-from polyamp.agreement import disagreement
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.devices import described
 from polyamp.backends.jax.dtypes import is_low
 from polyamp.backends.jax.graphs.equations import Equation, walk
 from polyamp.backends.jax.graphs.program import Program
@@ -25,7 +23,6 @@ from polyamp.backends.jax.trees import trainable
 from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN
-from polyamp.loss_scale import LossScale
 from polyamp.plan import Plan
 from polyamp.policies import Policy
 
@@ -34,7 +31,7 @@ _LOW = ("float16", "bfloat16")
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Return the facts about a function; see `polyamp.adapter.LintFacts`."""
+    """Return the facts about a function; see `polyamp.adapter.CollectFacts`."""
     holder = (_state_of(optimizer, args), args, dict(kwargs))
     plan, equations, scaling = _traced(target, args, dict(kwargs), policy)
     return Facts(
@@ -48,42 +45,30 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         tuple(_casts(equations)),
         tuple(_products(equations, plan)),
         tuple(_losses(equations)),
-        tuple(described(device) for device in jax.local_devices()),
-        scaling.unscaled,
-        scaling.clipped,
-        next(filter(None, (disagreement(one.settings, one.compute, policy) for one in _states(holder))), None),
+        unscaled=scaling.unscaled,
+        clipped=scaling.clipped,
     )
-
-
-Equations = list[Equation]
 
 
 def _traced(
     fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
-) -> tuple[Plan | None, Equations, Scaling]:
+) -> tuple[Plan | None, list[Equation], Scaling]:
     """Return the plan, the equations as written, and how it scales; all empty if JAX cannot trace the function."""
     if not (callable(fn) and (args or kwargs)):
         return None, [], Scaling((), ())
     try:
         with policy:
             program = Program(*as_pure(fn, args, kwargs)[:4])
-        found = scaling_of(program.closed, _scales(program.arrays, (args, kwargs)))
+        settings = ((state.settings, state.scalars.scale) for state in _states((args, kwargs)))
+        scales = [scale for one, scale in settings if one.check and not (one.min == one.max == 1)]
+        places = [index for index, array in enumerate(program.arrays) if any(array is scale for scale in scales)]
+        found = scaling_of(program.closed, places)
         return explain(fn, *args, policy=policy, **kwargs), list(walk(program.closed)), found
     except UsageError:  # it branches on a value, for example
         return None, [], Scaling((), ())
 
 
-def _scales(arrays: Sequence[Any], holder: Any) -> list[int]:
-    """Return the indices of the arguments that are loss scales, unless they are fixed at 1."""
-    scales = [state.scalars.scale for state in _states(holder) if _scales_losses(state.settings)]
-    return [index for index, array in enumerate(arrays) if any(array is scale for scale in scales)]
-
-
-def _scales_losses(settings: LossScale) -> bool:
-    return settings.check and not (settings.min == settings.max == 1)
-
-
-def _casts(equations: Equations) -> Iterator[UserCast]:
+def _casts(equations: list[Equation]) -> Iterator[UserCast]:
     for equation in equations:
         called = "" if equation.is_backward else unstable.users_cast(equation.own)
         dtypes = [unstable.dtype_in(var) for var in (*equation.own.invars, *equation.own.outvars)]
@@ -92,33 +77,31 @@ def _casts(equations: Equations) -> Iterator[UserCast]:
             yield UserCast(place, _CALLED[called], dtypes[-1].name)
 
 
-def _products(equations: Equations, plan: Plan | None) -> Iterator[Product]:
+def _products(equations: list[Equation], plan: Plan | None) -> Iterator[Product]:
     """Yield the products of the forward pass; those of the backward pass have the same sizes in another order."""
-    found = [equation for equation in equations if equation.name in _SIZES]
-    planned = [op for op in plan.operations if op.native in _SIZES] if plan else []
+    found = [equation for equation in equations if equation.name in _PRODUCTS]
+    planned = [op for op in plan.operations if op.native in _PRODUCTS] if plan else []
     if len(planned) != len(found):  # the plan may show the rule of a custom derivative
         planned = []
     for index, equation in enumerate(found):
         if not equation.is_backward:
             place = planned[index].where if planned else equation.path
             format_name = planned[index].format if planned else AS_WRITTEN
-            yield Product(place, OPERATIONS[equation.name], format_name, _SIZES[equation.name](equation))
+            yield Product(place, OPERATIONS[equation.name], format_name, _sizes(equation))
 
 
-def _product_sizes(equation: Equation) -> dict[str, int]:
+def _sizes(equation: Equation) -> tuple[int, ...]:
+    """Return the channels of a convolution; else the rows, the contracted dimension and the columns of a product."""
+    left, right = equation.shapes[:2]
+    if equation.name == "conv_general_dilated":
+        out_channels, in_channels, *_ = equation.own.params["dimension_numbers"].rhs_spec
+        return right[in_channels], right[out_channels]
     (contracting, _), (batched, _) = equation.own.params["dimension_numbers"]
-    left, right = equation.shapes
     k, batch = (math.prod(left[axis] for axis in axes) for axes in (contracting, batched))
-    return {"m": math.prod(left) // (k * batch), "n": math.prod(right) // (k * batch), "k": k}
+    return math.prod(left) // (k * batch), k, math.prod(right) // (k * batch)
 
 
-def _convolution_sizes(equation: Equation) -> dict[str, int]:
-    out_channels, in_channels, *_ = equation.own.params["dimension_numbers"].rhs_spec
-    kernel = equation.shapes[1]
-    return {"in_channels": kernel[in_channels], "out_channels": kernel[out_channels]}
-
-
-def _losses(equations: Equations) -> Iterator[ClassLoss]:
+def _losses(equations: list[Equation]) -> Iterator[ClassLoss]:
     """Yield the logarithms of sums of exponentials, as in a cross-entropy, ``log_softmax`` and ``logsumexp``."""
     divisor = _divisor(equations)
     for equation in equations:
@@ -130,7 +113,7 @@ def _losses(equations: Equations) -> Iterator[ClassLoss]:
             yield ClassLoss(equation.path, classes, divisor or math.prod(shape) // classes)
 
 
-def _divisor(equations: Equations) -> int | None:
+def _divisor(equations: list[Equation]) -> int | None:
     """Return the divisor of the sums in the loss: 1 for a plain sum; None if it depends on data, such as a mask."""
     means = [equation for equation in equations if _is_mean(equation) and equation.own.outvars[0].aval.shape == ()]
     if not means:
@@ -166,13 +149,11 @@ def _is_optimizers(node: object) -> bool:
 
 def _optimizer(optimizer: Any, holder: Any) -> OptimizerState:
     """Return the tool that scales the loss: polyamp (even if only the arguments show it) or the framework's own."""
-    wrapped = _step_of(optimizer) is not None or holds_state(holder)
-    native = any(map(_is_native_scaler, jax.tree.leaves(holder, is_leaf=_is_native_scaler)))
-    if wrapped:
-        return (
-            "wrapped twice" if native or any(holds_state(state.inner_state) for state in _states(holder)) else "wrapped"
-        )
-    return "native scaler" if native else "plain" if optimizer is not None else ""
+    if isinstance(getattr(optimizer, "step", None), Step) or holds_state(holder):
+        return "wrapped"
+    if any(map(_is_native_scaler, jax.tree.leaves(holder, is_leaf=_is_native_scaler))):
+        return "native scaler"
+    return "plain" if optimizer is not None else ""
 
 
 def _state_of(optimizer: Any, args: tuple[Any, ...]) -> Any:
@@ -188,15 +169,9 @@ def _state_of(optimizer: Any, args: tuple[Any, ...]) -> Any:
 
 def _has_masters(optimizer: Any, holder: Any) -> bool:
     """Return whether master weights are kept, by the state or by the settings of the optimizer."""
-    step = _step_of(optimizer)
-    kept = any(state.master_weights is not None for state in _states(holder))
-    return kept or (step is not None and step.master_weights)
-
-
-def _step_of(optimizer: Any) -> Step | None:
-    """Return the `Step` of a wrapped optax optimizer; None for any other object."""
     step = getattr(optimizer, "step", None)
-    return step if isinstance(step, Step) else None
+    kept = any(state.master_weights is not None for state in _states(holder))
+    return kept or (isinstance(step, Step) and step.master_weights)
 
 
 def _states(holder: Any) -> list[LossScaleOptState]:
@@ -211,7 +186,4 @@ def _is_native_scaler(node: object) -> bool:
 
 
 _NATIVE_SCALERS = {("flax", "DynamicScale"), ("jmp", "DynamicLossScale"), ("jmp", "StaticLossScale")}
-_SIZES: dict[str, Callable[[Equation], dict[str, int]]] = {
-    "dot_general": _product_sizes,
-    "conv_general_dilated": _convolution_sizes,
-}
+_PRODUCTS = ("dot_general", "conv_general_dilated")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import keras
 
 from polyamp.backends.keras.unstable import update_variables
+from polyamp.diagnosis.diagnose import diagnose
 from polyamp.diagnosis.health import Health, check_probe, health
-from polyamp.diagnosis.verbs import diagnose
 from polyamp.diagnosis.watch import Explainer
 from polyamp.validation import check_count, wrong_type
 
 if TYPE_CHECKING:
+    from polyamp.diagnosis.diagnose import Verdict
     from polyamp.diagnosis.probe import Probe
-    from polyamp.diagnosis.verdict import Verdict
 
 _NO_SCALE_HELPS = ("forward", "layer", "model")
 _FEW = 4  # skipped steps

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from polyamp.agreement import disagreement
-from polyamp.backends.tensorflow.devices import devices
 from polyamp.backends.tensorflow.graphs.capture import concrete_of
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.graph import Graph, Node
@@ -30,15 +28,13 @@ _AVERAGED = ("Mean", "RealDiv", "Div", "DivNoNan")  # these follow a cross-entro
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.diagnosis.facts.Facts`."""
+    """Collect the facts that lint judges; see `polyamp.adapter.CollectFacts`."""
     kept = list(getattr(target, "trainable_variables", ()))
     scaler = _scaler_of(optimizer)
     known = Facts(
         "tensorflow",
         policy,
         has_masters=scaler is not None and scaler.has_masters,
-        devices=devices(),
-        disagreement=None if scaler is None else disagreement(scaler.settings, scaler.compute, policy),
     )
     if not _takes(target, args, kwargs):
         return replace(known, optimizer=_state_of(optimizer, []), low_parameters=_low(kept))
@@ -70,10 +66,6 @@ class _Seen(NamedTuple):
         """Return the shapes of its inputs."""
         return [self.places.shape(self.decisions.graph, value) for value in self.decided.node.inputs]
 
-    def attribute(self, name: str) -> Any:
-        """Return one of its attributes."""
-        return self.decided.node.definition.attr[name]
-
 
 def _seen(decisions: Pass, places: Places) -> Iterator[_Seen]:
     """Yield the nodes of the forward pass, including those of the functions that it calls."""
@@ -98,23 +90,13 @@ def _takes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> boo
 
 def _state_of(optimizer: Any, variables: Sequence[Any]) -> OptimizerState:
     """Return the kind of an optimizer and of the step's own scaling, which is read from its variables."""
-    names = [variable.name.rpartition("/")[2].partition(":")[0] for variable in variables]
-    scales = sum(name in SCALES for name in names)
+    names = {variable.name.rpartition("/")[2].partition(":")[0] for variable in variables}
     kinds = type(optimizer).__mro__
-    if any(kind.__module__.startswith("polyamp.") for kind in kinds):
-        return "wrapped twice" if scales > 1 or _scales_inside(optimizer) else "wrapped"
-    if any("LossScaleOptimizer" in kind.__name__ for kind in kinds):
-        return "wrapped twice" if "skipped_in_a_row" in names else "native scaler"
-    if "skipped_in_a_row" in names:  # one of the loss scale's counters
-        return "wrapped"
-    if scales:
+    if "skipped_in_a_row" in names or any(kind.__module__.startswith("polyamp.") for kind in kinds):
+        return "wrapped"  # that variable is one of the loss scale's counters
+    if not names.isdisjoint(SCALES) or any("LossScaleOptimizer" in kind.__name__ for kind in kinds):
         return "native scaler"
     return "plain" if optimizer is not None else ""
-
-
-def _scales_inside(optimizer: Any) -> bool:
-    inner = getattr(optimizer, "inner", None)
-    return any("LossScale" in kind.__name__ for kind in type(inner).__mro__)
 
 
 def _scaler_of(optimizer: Any) -> LossScaler | None:
@@ -130,55 +112,36 @@ def _low(variables: Sequence[Any]) -> tuple[str, ...]:
 def _casts(seen: _Seen) -> Iterator[UserCast]:
     node = seen.decided.node
     if node.op == "Cast":
-        source, target = seen.attribute("SrcT").type, seen.attribute("DstT").type
+        source, target = node.definition.attr["SrcT"].type, node.definition.attr["DstT"].type
         if (source in _LOW) != (target in _LOW) and seen.places.is_users(node.name):
             where = " ".join(filter(None, (seen.scope, seen.places.line(node.name))))
             yield UserCast(where, "tf.cast", tf.as_dtype(target).name)
 
 
 def _products(seen: _Seen) -> Iterator[Product]:
-    node, shapes = seen.decided.node, seen.shapes()
-    if seen.decided.operation not in ("matmul", "conv") or len(shapes) < 2 or None in shapes[:2]:
+    decided, shapes = seen.decided, seen.shapes()
+    if decided.operation not in ("matmul", "conv") or len(shapes) < 2:
         return
-    measure = _SIZES.get("conv" if seen.decided.operation == "conv" else node.op)
-    if measure is not None:
-        known = [shape for shape in shapes[:2] if shape is not None]
-        yield Product(seen.scope, seen.decided.operation, _format(seen.decided), measure(seen, *known))
+    a, b = shapes[:2]
+    if a and b:
+        # 16 bits if the user wrote it so
+        written = next((_LOW[known.dtype] for known in decided.results if known.dtype in _LOW), None)
+        yield Product(seen.scope, decided.operation, written or decided.outcome.format, _sizes(seen, a, b))
 
 
-def _format(decided: Decided) -> str:
-    """Return the format in which a product runs: 16 bits if the user wrote it so."""
-    written = next((_LOW[known.dtype] for known in decided.results if known.dtype in _LOW), None)
-    return written or decided.outcome.format
-
-
-def _of_matmul(seen: _Seen, a: tuple[int, ...], b: tuple[int, ...]) -> dict[str, int]:
-    names = ("transpose_a", "transpose_b") if seen.decided.node.op == "MatMul" else ("adj_x", "adj_y")
-    is_turned = [seen.attribute(name).b for name in names]
-    (m, k), n = (a[-2:][::-1] if is_turned[0] else a[-2:]), b[-2] if is_turned[1] else b[-1]
-    return {"m": m, "n": n, "k": k}
-
-
-def _of_einsum(seen: _Seen, a: tuple[int, ...], b: tuple[int, ...]) -> dict[str, int]:
-    """Return the sizes of an einsum such as ``abc,cde->abde``."""
-    # ``m`` has the labels of only the first input, ``n`` those of only the second, and ``k`` those of both but not of
-    # the result.
-    inputs, _, result = seen.attribute("equation").s.decode().replace(" ", "").partition("->")
+def _sizes(seen: _Seen, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the channels of a convolution; else the rows, columns and contracted dimension of a product."""
+    if seen.decided.operation == "conv":
+        return b[-2:]
+    if seen.decided.node.op != "Einsum":
+        return (*a[-2:], *b[-2:])
+    # Of an einsum such as ``abc,cde->abde``: the rows have the labels of only the first input, the columns those of
+    # only the second, and the contracted dimension those of both but not of the result.
+    inputs, _, result = seen.decided.node.definition.attr["equation"].s.decode().replace(" ", "").partition("->")
     one, other = inputs.split(",")
     sizes = dict([*zip(one, a, strict=False), *zip(other, b, strict=False)])
-    groups = {"m": set(one) - set(other), "n": set(other) - set(one), "k": set(one) & set(other) - set(result)}
-    return {name: math.prod(sizes.get(label, 1) for label in labels) for name, labels in groups.items()}
-
-
-def _of_conv(seen: _Seen, image: tuple[int, ...], kernel: tuple[int, ...]) -> dict[str, int]:
-    return {"in_channels": kernel[-2], "out_channels": kernel[-1]}
-
-
-_SIZES: dict[str, Callable[[_Seen, tuple[int, ...], tuple[int, ...]], dict[str, int]]] = {
-    **dict.fromkeys(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _of_matmul),
-    "Einsum": _of_einsum,
-    "conv": _of_conv,
-}
+    groups = (set(one) - set(other), set(one) & set(other) - set(result), set(other) - set(one))
+    return tuple(math.prod(sizes.get(label, 1) for label in labels) for labels in groups)
 
 
 def _losses(seen: _Seen) -> Iterator[ClassLoss]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from polyamp.agreement import Disagreement, disagreement
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.devices import devices
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.graphs.explain import captured_plan
 from polyamp.backends.torch.recording.changes import Changes
@@ -47,21 +45,14 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         casts=tuple(survey.casts),
         products=tuple(survey.products),
         losses=tuple(survey.losses),
-        devices=devices(),
-        disagreement=_disagreement(reach.all_of(LossScaledOptimizer), policy),
     )
-
-
-def _disagreement(optimizers: Iterable[LossScaledOptimizer], policy: Policy) -> Disagreement | None:
-    scalers = (one.scaler for one in optimizers)
-    return next(filter(None, (disagreement(one.settings, one.compute, policy) for one in scalers)), None)
 
 
 def _state_of(optimizer: Any, reach: Reach) -> OptimizerState:
     scalers = any(scaler.is_enabled() for scaler in reach.all_of(torch.amp.GradScaler))
     known = reach.all_of(torch.optim.Optimizer)
     if any(isinstance(one, LossScaledOptimizer) for one in known):
-        return "wrapped twice" if scalers else "wrapped"
+        return "wrapped"
     if scalers:
         return "native scaler"
     return "plain" if known or optimizer is not None else ""
@@ -122,11 +113,9 @@ class Survey(Watcher):  # type: ignore[no-untyped-call]
             return
         if native in _LOSSES:
             self.losses.append(ClassLoss(self._tracker.path, *_size_of_loss(*args)))
-        sizes = _SIZES.get(native)
-        if sizes is not None:
+        if native in _PRODUCTS:
             format_name = str(next(tensors([out])).dtype).removeprefix("torch.")
-            for one in sizes(*args):
-                self.products.append(Product(self._tracker.path, operator_of(op).name, format_name, one))
+            self.products.append(Product(self._tracker.path, operator_of(op).name, format_name, _sizes(native, args)))
 
 
 class _Casts(TorchFunctionMode):
@@ -159,8 +148,6 @@ def _crosses_16_bits(before: Any, after: Any) -> bool:
     return before.dtype != after.dtype and not SIXTEEN_BIT.isdisjoint((before.dtype, after.dtype))
 
 
-# Sizes.
-
 _LOSSES = {"nll_loss_forward", "nll_loss2d_forward"}
 _SUM = 2  # torch's value of reduction="sum"
 
@@ -170,41 +157,17 @@ def _size_of_loss(logits: Tensor, target: Tensor, weight: Any, reduction: int, *
     return logits.shape[-1 if logits.dim() == 1 else 1], 1 if reduction == _SUM else target.numel()
 
 
-def _matrices(left: Tensor, right: Tensor, *_: Any) -> Iterable[dict[str, int]]:
-    return [{"m": left.shape[-2], "n": right.shape[-1], "k": left.shape[-1]}]
+def _sizes(native: str, args: Sequence[Any]) -> tuple[int, ...]:
+    """Return the channels of a convolution; else the rows, the contracted dimension and the columns of a product."""
+    if native == "convolution":
+        weight, groups = args[1], args[-1]
+        return weight.shape[1] * groups, weight.shape[0]
+    left, right = [one for one in args if isinstance(one, Tensor)][-2:] if "mm" in native else args[:2]
+    return left.shape[-2], left.shape[-1], right.shape[-1 if "mm" in native else -2]
 
 
-def _added(_: Any, left: Tensor, right: Tensor, *__: Any) -> Iterable[dict[str, int]]:
-    return _matrices(left, right)
-
-
-def _attention(query: Tensor, key: Tensor, *_: Any) -> Iterable[dict[str, int]]:
-    return [{"m": query.shape[-2], "n": key.shape[-2], "k": query.shape[-1]}]
-
-
-def _recurrent(x: Tensor, from_input: Tensor, from_state: Tensor, *_: Any) -> Iterable[dict[str, int]]:
-    return [{"m": x.shape[1], "n": weight.shape[0], "k": weight.shape[1]} for weight in (from_input, from_state)]
-
-
-def _convolution(
-    x: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *rest: Any
-) -> Iterable[dict[str, int]]:
-    groups = rest[-1]
-    outer, inner = weight.shape[0], weight.shape[1] * groups
-    channels = (outer, inner) if transposed else (inner, outer)
-    return [dict(zip(("in_channels", "out_channels"), channels, strict=True))]
-
-
-_SIZES: dict[str, Callable[..., Iterable[dict[str, int]]]] = {
-    "mm": _matrices,
-    "bmm": _matrices,
-    "addmm": _added,
-    "baddbmm": _added,
-    "addbmm": _added,
-    "convolution": _convolution,
-    "mkldnn_rnn_layer": _recurrent,
-    "_scaled_dot_product_flash_attention": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_efficient_attention": _attention,
-    "_scaled_dot_product_cudnn_attention": _attention,
+_PRODUCTS = {
+    *("mm", "bmm", "addmm", "baddbmm", "addbmm", "convolution"),
+    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
 }

@@ -1,4 +1,4 @@
-"""``polyamp explain``, ``probe`` and ``lint``: the verbs of the same names, on a user's own function.
+"""``polyamp explain`` and ``polyamp diagnose``: the verbs of the same names, on a user's own function.
 
 The exit code is 0 if nothing is wrong, `FINDINGS` if something is, 1 for polyamp's own errors, and 2 for a wrong
 command line.
@@ -11,10 +11,11 @@ from typing import Annotated
 import typer
 
 from polyamp import rewriting
-from polyamp.commands.show import show
+from polyamp.commands.show import show, writing
 from polyamp.commands.target import step_of
-from polyamp.diagnosis import lint as linting
-from polyamp.diagnosis import verbs as looking
+from polyamp.diagnosis.diagnose import diagnose as diagnose_step
+from polyamp.diagnosis.lint import lint
+from polyamp.diagnosis.probe import sixteen_bit
 
 FINDINGS = 3
 """The exit code of a command that ran and found something wrong."""
@@ -29,6 +30,7 @@ PolicyName = Annotated[str | None, typer.Option("--policy", help="Policy, by nam
 JsonFile = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON; - is standard output.")]
 PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw a picture into this image file.")]
 Engine = Annotated[str | None, typer.Option("--engine", help="rewrite, or in PyTorch autocast.")]
+Scale = Annotated[float | None, typer.Option("--scale", help="Loss scale; by default that of the step or policy.")]
 Backend = Annotated[str | None, typer.Option("--backend", help="torch, jax, tensorflow or keras, if it is unclear.")]
 
 
@@ -42,30 +44,36 @@ def explain(
 ) -> None:
     """Show the format of every operation of a step, and why. Exit code 3: a rule of the policy matches nothing."""
     step = step_of(target)
-    chosen = looking.sixteen_bit(step.options.get("policy") if policy is None else policy)
+    chosen = sixteen_bit(step.options.get("policy") if policy is None else policy)
     plan = step.call(rewriting.explain, policy=chosen, backend=backend, engine=engine)
-    show(plan, json, plot)
+    show([plan], plan.as_dict(), json)
+    if plot is not None:
+        with writing():
+            plan.plot(plot)
     _end(bool(plan.unused_rules))
 
 
-def probe(
+def diagnose(
     target: StepTarget,
     policy: PolicyName = None,
+    scale: Scale = None,
     json: JsonFile = None,
     plot: PlotFile = None,
     backend: Backend = None,
 ) -> None:
-    """Examine every tensor of one step and report which loss scales are safe. Exit code 3: none is, or it overflows."""
-    probed = step_of(target).call(looking.probe, policy=policy, backend=backend)
-    show(probed, json, plot)
-    _end(not probed.is_safe)
+    """Report what is wrong with a step in 16 bits, which loss scales are safe, and what to do.
 
-
-def lint(target: StepTarget, policy: PolicyName = None, json: JsonFile = None, backend: Backend = None) -> None:
-    """Report what will go wrong in training, without running a step. Exit code 3: an error or a warning."""
-    report = step_of(target).call(linting.lint, policy=policy, backend=backend)
-    show(report, json)
-    _end(bool(report.errors or report.warnings))
+    Exit code 3: something is found before or in the step, or no loss scale is safe.
+    """
+    step = step_of(target)
+    found = step.call(lint, policy=policy, backend=backend)
+    verdict = step.call(diagnose_step, policy=policy, backend=backend, scale=scale)
+    values = {**verdict.as_dict(), "probe": verdict.probe.as_dict(), "lint": found.as_dict()}
+    show([found, verdict.probe, verdict], values, json)
+    if plot is not None:
+        with writing():
+            verdict.plot(plot)
+    _end(bool(found.errors or found.warnings or verdict.kind not in ("finite", "scale") or not verdict.probe.is_safe))
 
 
 def _end(found: bool) -> None:

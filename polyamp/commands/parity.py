@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import typer
 
 from polyamp.commands.diagnosis import FINDINGS, JsonFile, PlotFile
-from polyamp.commands.show import check_files, printing_elsewhere, show
+from polyamp.commands.show import check_files, printing_elsewhere, show, writing
 from polyamp.commands.target import training_of
 from polyamp.equivalence.design import FIRST_LOOK
 from polyamp.equivalence.parity import parity as train_over_seeds
@@ -91,6 +91,9 @@ def parity(
             first_seed=first_seed,
             keep=keep,
         )
-    show(found, json, plot)
+    show([found], found.as_dict(), json)
+    if plot is not None:
+        with writing():
+            found.plot(plot)
     if code := _CODES[found.verdict]:
         raise typer.Exit(code)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -16,21 +16,11 @@ from rich.table import Table
 
 from polyamp.diagnosis.pictures import figure_for
 from polyamp.errors import InvalidValueError
-from polyamp.layout import write_json
+from polyamp.report import Report, write_json
 
 STDOUT = "-"
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green", "failed": "red"}
-
-
-class Reported(Protocol):
-    """A report: text, rows and JSON values."""
-
-    def rows(self) -> Sequence[Sequence[str]]:
-        """Return the report's table, the heading first; empty if there is nothing to report."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
 
 
 def check_files(json_file: str | None, plot_file: str | None = None) -> None:
@@ -64,51 +54,40 @@ def _unwritable(found: str) -> InvalidValueError:
     )
 
 
-def show(report: Reported, json_file: str | None, plot_file: str | None = None) -> None:
-    """Print a report, write its JSON and draw its picture.
-
-    Args:
-        report: the result of a verb.
-        json_file: the file for its JSON. ``-`` is standard output, and then nothing else is printed there. None writes
-            no JSON.
-        plot_file: the file for its picture, if it has one.
-
-    Raises:
-        InvalidValueError: a file cannot be written.
-    """
+def show(reports: Sequence[Report], values: Mapping[str, Any], json_file: str | None) -> None:
+    """Print reports and write their JSON; ``-`` is standard output, and then nothing else is printed there."""
     if json_file == STDOUT:
-        print(json.dumps(report.as_dict(), indent=1, allow_nan=False))
-    elif sys.stdout.isatty():
-        _show_rich(report, Console())
-    else:
-        print(report)
+        print(json.dumps(values, indent=1, allow_nan=False))
+        return
+    console = Console()
+    for place, report in enumerate(reports):
+        if place:
+            print()
+        if sys.stdout.isatty():
+            show_rich(report, console)
+        else:
+            print(report)
+    if json_file is not None:
+        with writing():
+            write_json(values, json_file)
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """Refuse a file of the user's that cannot be written."""
     try:
-        if json_file not in (None, STDOUT):
-            write_json(report.as_dict(), str(json_file))
-        if plot_file is not None:
-            report.plot(plot_file)  # type: ignore[attr-defined]
+        yield
     except OSError as error:
         raise _unwritable(str(error)) from error
 
 
-def _show_rich(report: Reported, console: Console) -> None:
-    """Print the report's text with its table drawn by rich.
-
-    If the text contains no table, as that of lint, print its heading and then the table.
-    """
-    rows, sections = report.rows(), str(report).split("\n\n")
-    tables = [place for place, section in enumerate(sections) if rows and _is_table(section, rows[0])]
-    place = tables[0] if tables else 1
-    for section in sections[:place]:
-        console.print(section, highlight=False, markup=False, soft_wrap=True)
-    if rows:
-        console.print(_rich_table(rows))
-    for section in sections[place + 1 :] if tables else []:
-        console.print(section, highlight=False, markup=False, soft_wrap=True)
-
-
-def _is_table(section: str, header: Sequence[str]) -> bool:
-    return section.split("\n")[0].split() == " ".join(header).split()
+def show_rich(report: Report, console: Console) -> None:
+    """Print a report with its table drawn by rich."""
+    console.print(report.heading(), highlight=False, markup=False, soft_wrap=True)
+    if report.rows():
+        console.print(_rich_table(report.rows()))
+    for sentence in report.sentences():
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
 
 
 def _rich_table(rows: Sequence[Sequence[str]]) -> Table:

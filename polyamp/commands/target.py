@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from polyamp.diagnosis.diagnose import diagnose
 from polyamp.diagnosis.lint import lint
-from polyamp.diagnosis.verbs import probe
 from polyamp.equivalence.parity import parity
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.rewriting import explain
@@ -118,7 +118,7 @@ def _module(name: str, text: str) -> Any:
 
 
 def _of_mapping(made: Mapping[str, Any], key: str, text: str) -> Target:
-    verbs: tuple[Callable[..., Any], ...] = (explain, lint, parity, probe)
+    verbs: tuple[Callable[..., Any], ...] = (diagnose, explain, lint, parity)
     options = {name for verb in verbs for name in _options_of(verb)}
     unknown = sorted(made.keys() - options - {"step", "train", "args", "kwargs"})
     if unknown:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from polyamp.agreement import Disagreement
 from polyamp.plan import Plan
 from polyamp.policies import Policy
 
-OptimizerState = Literal["", "plain", "wrapped", "wrapped twice", "native scaler"]
+OptimizerState = Literal["", "plain", "wrapped", "native scaler"]
 
 
 class UserCast(NamedTuple):
@@ -27,9 +25,9 @@ class Product(NamedTuple):
     where: str  # module or scope path
     name: str  # canonical operation
     format: str  # the format that the plan runs it in
-    # elements of each dimension that should be a multiple of a Tensor Core tile: ``m``, ``n`` and ``k`` of a product,
-    # ``in_channels`` and ``out_channels`` of a convolution
-    sizes: Mapping[str, int]
+    # its dimensions that should be a multiple of a Tensor Core tile: rows, columns and the contracted dimension of a
+    # product; input and output channels of a convolution
+    sizes: tuple[int, ...]
 
 
 class ClassLoss(NamedTuple):
@@ -47,8 +45,8 @@ class Facts:
     framework: str  # the adapter's name
     policy: Policy  # the policy in question
     plan: Plan | None = None  # the plan of the step under the policy; None if it cannot be traced
-    # the kind of the optimizer: "" if none was passed, "plain", polyamp's ("wrapped"), polyamp's around polyamp's or
-    # around the framework's own loss scaling ("wrapped twice"), or scaled by the framework itself ("native scaler")
+    # the kind of the optimizer: "" if none was passed, "plain", polyamp's ("wrapped"), or scaled by the framework
+    # itself ("native scaler")
     optimizer: OptimizerState = ""
     low_parameters: tuple[str, ...] = ()  # names of parameters stored in 16 bits
     has_masters: bool = False  # whether the optimizer keeps float32 copies of those
@@ -57,8 +55,5 @@ class Facts:
     casts: tuple[UserCast, ...] = ()  # the user's own casts to or from 16 bits
     products: tuple[Product, ...] = ()  # matrix products and convolutions
     losses: tuple[ClassLoss, ...] = ()  # softmaxes and cross-entropies, with their numbers of classes and rows
-    devices: tuple[Mapping[str, Any], ...] = ()  # as in the adapter's ``describe()["devices"]``
     unscaled: tuple[str, ...] = ()  # places of updates that unscale the gradients of a loss that was never scaled
     clipped: tuple[str, ...] = ()  # places where gradients are clipped while they are scaled
-    # how the optimizer, which was wrapped for another policy, disagrees with this one
-    disagreement: Disagreement | None = None

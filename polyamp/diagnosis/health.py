@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from polyamp.dispatch import adapter_for
 from polyamp.errors import InvalidTypeError
-from polyamp.layout import finite, power
 from polyamp.loss_scale import LossScale, LossScaleState
+from polyamp.report import Report, finite, power
 from polyamp.validation import shown
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ FINDINGS = {
 
 
 @dataclass(frozen=True)
-class Health:
+class Health(Report):
     """The result of `polyamp.health`: counters of the loss scale and their meaning. Prints as one line.
 
     >>> state = LossScaleState(2.0**15, 1310, 1, 0, 9, 10240, 4, 7, 8930, 2.0**16)
@@ -162,7 +162,8 @@ class Health:
         others = ("skipped_in_a_row", "scale", "last_growth")
         return {**{name: getattr(self, name) for name in (*names, *others)}, "margin": finite(self.margin)}
 
-    def __str__(self) -> str:
+    def heading(self) -> str:
+        """Return the counters and the state as one line."""
         parts = [f"steps {self.steps:,}", f"skipped {self._skips}", f"scale {power(self.scale)}"]
         if self.last_growth is not None:
             parts.append(f"last growth {self.last_growth:,} steps ago")

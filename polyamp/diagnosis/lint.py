@@ -1,51 +1,55 @@
-"""Warnings before training: `lint` asks an adapter for facts, and `polyamp.diagnosis.lint_checks` judges them."""
+"""What goes wrong in training unseen: an adapter collects facts about a step, and the table `CHECKS` judges them.
+
+The run time itself refuses or reports an optimizer that is wrapped twice or for another policy, a rule that matches
+nothing, a policy under which nothing is lowered, and a device without units for a format. No check looks for these.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from polyamp.diagnosis.facts import ClassLoss, Facts, Product, UserCast
-from polyamp.diagnosis.lint_checks import CHECKS, Severity
-from polyamp.diagnosis.verbs import sixteen_bit
+from polyamp.diagnosis.facts import Facts
+from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.dispatch import FACTS, offering
-from polyamp.layout import plural
+from polyamp.flow import AS_WRITTEN
+from polyamp.formats import format_of
+from polyamp.operations import OPERATIONS
+from polyamp.plan import PlannedOperation
 from polyamp.policies import Policy
+from polyamp.report import Report, plural
 from polyamp.validation import check_count
 
-__all__ = ["ClassLoss", "Facts", "Finding", "Product", "Report", "UserCast", "judge", "lint"]
+Severity = Literal["error", "warning", "note"]
+
+ALIGNMENT = 8
+"""Elements that the dimensions of 16-bit products should be a multiple of.
+
+Source: NVIDIA, Deep Learning Performance: Matrix Multiplication.
+"""
+
+STUCK_MASS = 0.3
+"""The total probability on wrong classes that must not be stuck; see `stuck_mass`."""
 
 
 class Finding(NamedTuple):
-    """One finding of `lint`.
+    """One finding of `lint`."""
 
-    Attributes:
-        code: the check that found it; a key of `polyamp.diagnosis.lint_checks.CHECKS`.
-        severity: "error", training will fail or stall; "warning", it may; "note", it could be faster or clearer.
-        what: what was found.
-        where: scope, parameter or device; empty if it is about the step as a whole.
-        fix: what to do.
-    """
-
-    code: str
-    severity: Severity
-    what: str
-    where: str
-    fix: str
+    code: str  # the check that found it: a key of `CHECKS`
+    severity: Severity  # "error", training will fail or stall; "warning", it may; "note", it could be faster or clearer
+    what: str  # what was found
+    where: str  # scope, parameter or device; empty if it is about the step as a whole
+    fix: str  # what to do
 
 
 @dataclass(frozen=True)
-class Report:
-    """The findings of `lint`, the worst first. It is iterable, true if there are any, and prints as text.
+class Findings(Report):
+    """The result of `lint`, the worst findings first. It is iterable, true if there are any, and prints as text.
 
-    >>> print(Report("torch", "mixed_float16", ()))
+    >>> print(Findings("torch", "mixed_float16", ()))
     torch, mixed_float16: nothing found
-
-    Attributes:
-        framework: the adapter's name.
-        policy: the policy's text.
-        findings: errors, then warnings, then notes.
     """
 
     framework: str
@@ -77,31 +81,27 @@ class Report:
         return tuple(finding for finding in self.findings if finding.severity == severity)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
+        """Return the findings as JSON values."""
         return {
             "framework": self.framework,
             "policy": self.policy,
             "findings": [finding._asdict() for finding in self.findings],
         }
 
-    def __str__(self) -> str:
-        counts = ((len(self._of(severity)), severity) for severity in _SEVERITIES)
-        found = ", ".join(plural(count, name) for count, name in counts if count)
-        heading = f"{self.framework}, {self.policy}: {found or 'nothing found'}"
-        return f"{heading}\n\n{self.table()}" if self.findings else heading
+    def heading(self) -> str:
+        """Return how many findings there are of each severity."""
+        kinds = (("error", self.errors), ("warning", self.warnings), ("note", self.notes))
+        found = ", ".join(plural(len(each), name) for name, each in kinds if each)
+        return f"{self.framework}, {self.policy}: {found or 'nothing found'}"
 
     def rows(self) -> list[tuple[str, ...]]:
-        """Return the findings as a table, the heading first; empty if there are none."""
-        fields = ("severity", "code", "what", "where", "fix")
-        each = [tuple(str(getattr(finding, name)) for name in fields) for finding in self]
+        """Return the findings as a table; empty if there are none."""
+        each = [(one.severity, one.code, one.what, one.where, one.fix) for one in self]
         return [("severity", "code", "what", "where", "to do"), *each] if each else []
 
     def table(self) -> str:
         """Return the findings as text, one paragraph each, since they are long."""
         return "\n\n".join(map(_paragraph, self))
-
-
-_SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 
 def _paragraph(finding: Finding) -> str:
@@ -120,8 +120,8 @@ def lint(
     rows: int | None = None,
     accumulate: int = 1,
     **kwargs: Any,
-) -> Report:
-    """Report what will go wrong in training under a policy, as far as can be known without running a step.
+) -> Findings:
+    """Report what will go wrong in training under a policy and cannot be seen while it runs. Runs no step.
 
     >>> import torch
     >>> model = torch.nn.Linear(16, 16)
@@ -146,15 +146,185 @@ def lint(
     """
     factor = check_count("accumulate", accumulate, where="lint(accumulate=)")
     denominator = None if rows is None else check_count("rows", rows, where="lint(rows=)")
+    chosen = sixteen_bit(policy)
     adapter = offering(FACTS, backend, (target, args, kwargs, optimizer), where="lint(target, *args)")
-    facts = FACTS.of(adapter)(target, args, kwargs, sixteen_bit(policy), optimizer)
-    if policy is None:  # the optimizer may have been wrapped for a policy that lint was not told
-        facts = replace(facts, disagreement=None)
+    facts = FACTS.of(adapter)(target, args, kwargs, chosen, optimizer)
     losses = (loss._replace(rows=factor * (denominator or loss.rows)) for loss in facts.losses)
     return judge(replace(facts, losses=tuple(losses)))
 
 
-def judge(facts: Facts) -> Report:
+def judge(facts: Facts) -> Findings:
     """Apply every check to the facts about a step."""
-    findings = (Finding(code, check.severity, *fault) for code, check in CHECKS.items() for fault in check.find(facts))
-    return Report(facts.framework, str(facts.policy), tuple(findings))
+    each = ((code, severity, fault) for code, (severity, check) in CHECKS.items() for fault in check(facts))
+    found = tuple(Finding(code, severity, *fault) for code, severity, fault in each)
+    return Findings(facts.framework, str(facts.policy), found)
+
+
+Fault = tuple[str, str, str]  # what was found, where, and what to do
+
+
+def _not_wrapped(facts: Facts) -> Iterator[Fault]:
+    # Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
+    needs = facts.policy.compute == "float16" and facts.policy.loss_scale.check
+    if facts.optimizer == "plain" and needs and not facts.layer_policies:
+        yield (
+            "the optimizer is not wrapped: in float16, gradients below 2^-25 become zero, and nothing skips a step "
+            "that overflowed",
+            "",
+            "polyamp.wrap_optimizer(optimizer, policy), and scale the loss with it",
+        )
+
+
+def _unscaled_loss(facts: Facts) -> Iterator[Fault]:
+    if facts.unscaled:
+        yield (
+            "the loss of this step is not scaled, and the optimizer divides its gradients by the loss scale: updates "
+            "are too small by that factor",
+            _places(facts.unscaled),
+            "scale the loss: opt.backward(loss), polyamp.value_and_grad or polyamp.scale_loss before the gradients",
+        )
+
+
+def _clipped_scaled(facts: Facts) -> Iterator[Fault]:
+    if facts.clipped:
+        yield (
+            "gradients are clipped while they are scaled: the limit does not include the loss scale",
+            _places(facts.clipped),
+            "leave the clipping out, and give polyamp.wrap_optimizer(..., max_grad_norm=); or clip unscaled gradients",
+        )
+
+
+def _layers_unscaled(facts: Facts) -> Iterator[Fault]:
+    # Source: Keras 3, Trainer.compile(auto_scale_loss=): it looks at the model's policy alone.
+    if facts.layer_policies and facts.optimizer == "plain":
+        layers = [name for name, _ in facts.layer_policies]
+        names = ", ".join(dict.fromkeys(policy for _, policy in facts.layer_policies))
+        yield (
+            f"{plural(len(layers), 'layer')} with the policy {names}, and no loss scaling: compile() adds it only "
+            "if the model's own policy is mixed_float16",
+            _places(layers),
+            "model.compile(optimizer=polyamp.wrap_optimizer(optimizer, policy), ...)",
+        )
+
+
+def stuck_mass(classes: int, rows: int, scale: float = 1.0) -> float:
+    """Return the probability that a softmax cannot remove from wrong classes, in float16 at a static loss scale."""
+    # The gradient of a cross-entropy with respect to a wrong class's logit is that class's probability p, divided by
+    # the number of rows over which the loss is averaged. Times the scale, it reaches the layers below in float16, where
+    # values below half of the smallest subnormal, 2**-25, round to zero. So a probability under ``rows * 2**-25 /
+    # scale`` is never reduced further, and each of the classes may keep that much. If the sum comes near 1, the model
+    # cannot even learn how frequent the classes are.
+    return classes * rows * 2.0**-25 / scale
+
+
+def _stuck_losses(facts: Facts) -> Iterator[Fault]:
+    # The scale that training starts at. PyTorch's own scaler starts at 2**16, and Keras' at 2**15.
+    scale = {"plain": 1.0, "native scaler": 2.0**15}.get(facts.optimizer, facts.policy.loss_scale.init)
+    for loss in facts.losses if facts.policy.compute == "float16" else ():
+        mass = stuck_mass(loss.classes, loss.rows, scale)
+        if mass > STUCK_MASS:
+            needed = math.ceil(math.log2(mass * scale / STUCK_MASS))
+            yield (
+                f"{loss.classes} classes, averaged over {loss.rows} rows, at a loss scale of {scale:g}: gradients of "
+                f"probabilities under {loss.rows * 2.0**-25 / scale:.1e} round to zero, which leaves up to "
+                f"{min(mass, 1.0):.0%} of the probability on wrong classes",
+                loss.where,
+                f"wrap the optimizer with a dynamic loss scale, or with LossScale.fixed(2.0**{needed}) or more",
+            )
+
+
+def _no_masters(facts: Facts) -> Iterator[Fault]:
+    # Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1.
+    if facts.low_parameters and not facts.has_masters:
+        known = "the optimizer keeps no float32 copies" if facts.optimizer else "no optimizer that keeps float32 copies"
+        yield (
+            f"{plural(len(facts.low_parameters), 'parameter')} in 16 bits, and {known}: an update smaller than about "
+            "1/2048 of a float16 weight (1/256 in bfloat16) is lost",
+            _places(facts.low_parameters),
+            "leave parameters in float32, or give lint the optimizer that polyamp.wrap_optimizer made, which keeps "
+            "float32 masters",
+        )
+
+
+def _foreign_casts(facts: Facts) -> Iterator[Fault]:
+    for native, target, where in _casts(facts, foreign=True):
+        yield (
+            f"{native} to {target}, but the policy computes in {facts.policy.compute}",
+            where,
+            "remove the cast and let the policy decide, or name one 16-bit format in both",
+        )
+
+
+def _manual_casts(facts: Facts) -> Iterator[Fault]:
+    for native, target, where in _casts(facts, foreign=False):
+        yield (
+            f"{native} to {target} by hand: it stays whatever policy is chosen",
+            where,
+            "remove it if the policy does the same; else write it as a rule of the policy",
+        )
+
+
+def _casts(facts: Facts, *, foreign: bool) -> Iterator[Fault]:
+    """Merge casts with the same wording. ``foreign`` selects casts to a 16-bit format that is not the policy's."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for cast in facts.casts:
+        if (_is_low(cast.format) and cast.format != facts.policy.compute) == foreign:
+            places.setdefault((cast.native, cast.format), []).append(cast.where)
+    return ((native, target, _places(where)) for (native, target), where in places.items())
+
+
+def _narrow_operations(facts: Facts) -> Iterator[Fault]:
+    reasons: dict[str, list[PlannedOperation]] = {}
+    for op in facts.plan.operations if facts.plan else ():
+        if op.name in OPERATIONS and OPERATIONS[op.name].op_class == "full" and _is_low(op.format):
+            reasons.setdefault(op.reason, []).append(op)
+    for reason, ops in reasons.items():
+        names = list(dict.fromkeys(op.name for op in ops))
+        rules = ", ".join(f'"{name}": "full"' for name in names)
+        yield (
+            f"in {ops[0].format} by {reason}, although the table keeps it in float32: {', '.join(names)}",
+            _places(op.where for op in ops),
+            f"remove that rule, or put rules={{{rules}}} before it",
+        )
+
+
+def _unaligned(facts: Facts) -> Iterator[Fault]:
+    places: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
+    for product in facts.products:
+        odd = tuple(dict.fromkeys(size for size in product.sizes if size > ALIGNMENT and size % ALIGNMENT))
+        if odd and _is_low(product.format):
+            places.setdefault((product.name, product.format, odd), []).append(product.where)
+    for (name, format_name, odd), where in places.items():
+        padded = ", ".join(f"{size} -> {-(-size // ALIGNMENT) * ALIGNMENT}" for size in odd)
+        yield (
+            f"{name} in {format_name} with sizes of {', '.join(map(str, odd))}: Tensor Cores are fastest where 16-bit "
+            f"sizes are multiples of {ALIGNMENT}",
+            _places(where),
+            f"pad {padded}",
+        )
+
+
+def _is_low(format_name: str) -> bool:
+    return format_name != AS_WRITTEN and format_of(format_name).is_low
+
+
+def _places(names: Iterable[str], shown: int = 3) -> str:
+    """Return the first few names, each once, and the number of the others."""
+    each = list(dict.fromkeys(filter(None, names)))
+    more = f" and {len(each) - shown} more" if len(each) > shown else ""
+    return ", ".join(each[:shown]) + more
+
+
+CHECKS: dict[str, tuple[Severity, Callable[[Facts], Iterable[Fault]]]] = {
+    "optimizer-not-wrapped": ("error", _not_wrapped),
+    "unscaled-loss": ("error", _unscaled_loss),
+    "clipped-scaled": ("error", _clipped_scaled),
+    "layers-not-scaled": ("error", _layers_unscaled),
+    "stuck-loss": ("error", _stuck_losses),
+    "no-masters": ("warning", _no_masters),
+    "foreign-cast": ("warning", _foreign_casts),
+    "narrow-operation": ("warning", _narrow_operations),
+    "manual-cast": ("note", _manual_casts),
+    "unaligned": ("note", _unaligned),
+}
+"""All checks by code: first those for errors, then for warnings, then for notes."""

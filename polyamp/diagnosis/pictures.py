@@ -16,8 +16,8 @@ from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observa
 from polyamp.diagnosis.spread import LOWEST, Spread, Window
 from polyamp.errors import InvalidValueError
 from polyamp.formats import Format
-from polyamp.layout import power
 from polyamp.refusals import missing
+from polyamp.report import power
 
 if TYPE_CHECKING:
     from os import PathLike

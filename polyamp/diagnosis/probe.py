@@ -9,17 +9,21 @@ gradients, less a margin at the top.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
-from polyamp.diagnosis.rounding import Rounding
+from polyamp.diagnosis.rounding import Rounding, rounding
 from polyamp.diagnosis.spread import Window
+from polyamp.dispatch import RECORD, offering
 from polyamp.formats import format_of
-from polyamp.layout import JsonReport, aligned, finite, power, share
 from polyamp.loss_scale import LossScale
+from polyamp.policies import Policy, current_policy
+from polyamp.policies import policy as make_policy
+from polyamp.report import Report, finite, power, share
+from polyamp.validation import check_callable, check_range
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -31,11 +35,11 @@ Sums that are zero except for rounding, such as the gradient of a bias before a 
 (float32's epsilon) of their terms. No loss scale is needed to keep them.
 """
 
-_SHOWN = {"need": 10, "tolerate": 5, "headroom": 4}
+_KINDS = {ACTIVATION: "act", GRADIENT: "grad", PARAMETER: "param"}
 
 
 @dataclass(frozen=True)
-class Probe(JsonReport):
+class Probe(Report):
     """The result of `polyamp.probe`. Prints as a table with a text histogram of each tensor that matters.
 
     >>> from polyamp.diagnosis.spread import Spread
@@ -45,20 +49,16 @@ class Probe(JsonReport):
     >>> probe.window, probe.recommended
     (Window(2^-13 .. 2^24), LossScale())
 
-    Args:
-        recording: one widened step, gradients unscaled; see `Recording.by_layer`.
-        format: the 16-bit format in question, used for the tensors that the policy has in 16 bits.
-        tolerance: share of a gradient's L1 mass that may be lost.
-        margin: powers of two to keep free above the largest gradient: other batches, and the first steps, have larger
-            gradients than one step shows.
-        rounding: how 16 bits change the step's values; None if they agree, or were not compared.
     """
 
-    recording: Recording
-    format: str
-    tolerance: float = 1e-3
+    RIGHT = (3, 4, 5, 6, 7)
+
+    recording: Recording  # one widened step, gradients unscaled; see `Recording.by_layer`
+    format: str  # the 16-bit format in question, used for the tensors that the policy has in 16 bits
+    tolerance: float = 1e-3  # share of a gradient's L1 mass that may be lost
+    # powers of two to keep free above the largest gradient: other batches, and the first steps, have larger gradients
     margin: float = 3.0
-    rounding: Rounding | None = None
+    rounding: Rounding | None = None  # how 16 bits change the step's values; None if they agree, or were not compared
 
     @cached_property
     def bounding(self) -> tuple[Observation, ...]:
@@ -129,11 +129,10 @@ class Probe(JsonReport):
     @cached_property
     def rules(self) -> dict[str, str]:
         """Return rules that keep in float32 what overflows in the forward pass, to paste into a policy."""
-        return {one.place: "full" for one in self.overflowing}
+        return {one.pattern: "full" for one in makers(self.overflowing)}
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON values: the window, the recommendation, and every tensor with its limits."""
-        window = self.window
         return {
             "framework": self.recording.framework,
             "policy": self.recording.policy,
@@ -141,7 +140,7 @@ class Probe(JsonReport):
             "loss": finite(self.recording.loss),
             "tolerance": self.tolerance,
             "margin": self.margin,
-            "window": None if window is None else {"low": window.low, "high": window.high, "empty": window.is_empty},
+            "window": self.window and self.window.as_dict(),
             "recommended": self.recommended.to_dict() or {"init": self.recommended.init},
             "safe": self.is_safe,
             "rules": self.rules,
@@ -171,10 +170,8 @@ class Probe(JsonReport):
 
         draw_probe(path, self.recording, format_of(self.format), self.window, self.recommended.init)
 
-    def __str__(self) -> str:
-        return "\n".join([self._heading(), "", self.table(), "", *self.conclusions()])
-
-    def _heading(self) -> str:
+    def heading(self) -> str:
+        """Return which step was examined."""
         loss = self.recording.loss
         shown = "" if loss is None else f", loss {loss:.6g}"
         return (
@@ -182,23 +179,12 @@ class Probe(JsonReport):
             f"{len(self.recording.observations)} tensors, {len(self.bounding)} gradients in {self.format}"
         )
 
-    def table(self, most: int | None = None) -> str:
-        """Return `rows` as aligned text."""
-        return aligned(self.rows(most), right={3, 4, 5, 6, 7})
-
-    def rows(self, most: int | None = None) -> list[tuple[str, ...]]:
-        """Return the tensors that limit the window or are nearest to overflow, in the order of computation.
-
-        Args:
-            most: show this many of each; None is a screenful.
-
-        Returns:
-            The heading, then a row for each tensor.
-        """
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the tensors that limit the window or are nearest to overflow, in the order of computation."""
         lowest, highest = self._pictured()
         axis = f"log2|x| {lowest} .. {highest}"
         header = ("kind", "tensor", "format", "amax", "flushed", "L1 lost", "need S", "max S", axis)
-        wanted = set(map(id, self._notable(most)))
+        wanted = set(map(id, self._notable()))
         named = zip(self.recording.observations, self.recording.names, strict=True)
         return [header, *(self._row(one, name, lowest, highest) for one, name in named if id(one) in wanted)]
 
@@ -218,14 +204,13 @@ class Probe(JsonReport):
             f"|{spread.picture(lowest, highest)}|",
         )
 
-    def _notable(self, most: int | None) -> list[Observation]:
-        counts = _SHOWN if most is None else dict.fromkeys(_SHOWN, most)
-        chosen = [
-            *_first(self.counting, counts["need"], key=lambda one: (-self.need(one), -one.spread.lost(self.format))),
-            *_first(self.bounding, counts["tolerate"], key=self.tolerate),
-            *_first(self._forward, counts["headroom"], key=lambda one: one.spread.headroom(self.format)),
+    def _notable(self) -> list[Observation]:
+        return [
+            *sorted(self.counting, key=lambda one: (-self.need(one), -one.spread.lost(self.format)))[:10],
+            *sorted(self.bounding, key=self.tolerate)[:5],
+            *sorted(self._forward, key=lambda one: one.spread.headroom(self.format))[:4],
+            *filter(None, [self.broken]),
         ]
-        return [*chosen, self.broken] if self.broken else chosen
 
     def _pictured(self) -> tuple[int, int]:
         """Return the exponents to picture: from 16 below the smallest subnormal to the format's largest number."""
@@ -234,8 +219,8 @@ class Probe(JsonReport):
         low, high = math.floor(math.log2(limits.smallest_subnormal)), math.floor(math.log2(limits.max))
         return (low - 16, high) if high - low < 64 else (-40, 16)
 
-    def conclusions(self) -> list[str]:
-        """Return the conclusions, one sentence per line."""
+    def sentences(self) -> list[str]:
+        """Return which loss scales are safe, and what is wrong if none is."""
         lines = []
         if self.broken:
             lines.append(
@@ -244,8 +229,8 @@ class Probe(JsonReport):
             )
         lines += [
             f"The forward pass overflows {self.format} in {one.place} (largest {one.spread.largest:.3g}): no loss "
-            f'scale helps; keep it float32 with rules={{"{one.place}": "full"}}.'
-            for one in self.overflowing[:3]
+            f'scale helps; keep it float32 with rules={{"{one.pattern}": "full"}}.'
+            for one in (makers(self.overflowing) or self.overflowing)[:3]
         ]
         if self.rounding and not self.overflowing:
             lines.append(f"Rounding to {self.format} changes the step: {self.rounding}. polyamp.diagnose tries rules.")
@@ -271,9 +256,6 @@ class Probe(JsonReport):
         ]
 
 
-_KINDS = {ACTIVATION: "act", GRADIENT: "grad", PARAMETER: "param"}
-
-
 def written(config: LossScale) -> str:
     """Return settings as source code, with powers of two written as powers."""
     settings = config.to_dict()
@@ -287,5 +269,102 @@ def _literal(value: object) -> str:
     return f"2.0**{text[2:]}" if text.startswith("2^") else repr(value)
 
 
-def _first(observations: Sequence[Observation], count: int, key: Any) -> Iterable[Observation]:
-    return sorted(observations, key=key)[:count]
+def makers(observations: Iterable[Observation]) -> Sequence[Observation]:
+    """Return the products among these operations; without products, those that are not ``keep`` or ``full``."""
+    # An operation that follows a float32 operation runs in float32 without a rule.
+    each = [one for one in observations if one.op_class not in ("keep", "full")]
+    return [one for one in each if one.op_class == "lower"] or each
+
+
+def probe(
+    step: Any,
+    /,
+    *args: Any,
+    policy: Policy | str | None = None,
+    format: str | None = None,
+    tolerance: float = 1e-3,
+    margin: float = 3.0,
+    scale: float | None = None,
+    backend: str | None = None,
+    **kwargs: Any,
+) -> Probe:
+    """Examine every tensor of one training step, computed in float32, and report which loss scales are safe in 16 bits.
+
+    The step is also run under the policy, and its loss and tensors are compared: see ``Probe.rounding``.
+
+    >>> import jax.numpy as jnp
+    >>> def loss_fn(params, x):
+    ...     return ((x @ params["w"]) ** 2).mean()
+    >>> report = probe(loss_fn, {"w": jnp.full((4, 2), 1e-4)}, jnp.ones((8, 4)), policy="mixed_float16")
+    >>> report.window, report.recommended
+    (Window(2^-10 .. 2^24), LossScale())
+
+    Args:
+        step: a function that returns the loss, which the recorder differentiates (JAX: with respect to the first
+            argument); or a whole training step, recorded up to the optimizer's update; or a compiled Keras model.
+            Everything that it changes is restored.
+        *args: its arguments: a real batch, and in JAX the parameters.
+        policy: the policy that the step will train under; None is the current policy if that computes in 16 bits, else
+            ``mixed_float16``. Only tensors that it computes in 16 bits limit the loss scale.
+        format: examine the same tensors for another format than the policy's compute format.
+        tolerance: share of a gradient's L1 mass that may be lost; the default is 0.1 % of the update.
+        margin: powers of two to keep free above the largest gradient, since other batches have larger ones.
+        scale: the factor by which a training step multiplies its loss, if polyamp cannot see it
+            (``torch.amp.GradScaler``).
+        backend: the framework's name, if neither the function nor the arguments show it and several are loaded.
+        **kwargs: the step's keyword arguments.
+
+    Raises:
+        InvalidTypeError: ``step`` is not callable, or returns no loss.
+        InvalidValueError: a tolerance, margin or scale is outside its range.
+        UnsupportedError: the framework's adapter cannot record steps.
+
+    Source of the rule: Micikevicius et al., "Mixed Precision Training", ICLR 2018, section 3.2, choose a scale from
+    histograms of activation gradients; polyamp uses the share of L1 mass, for every tensor in 16 bits.
+    """
+    chosen = sixteen_bit(policy)
+    name = format_of(chosen.compute if format is None else format, where="probe(format=)").name
+    check_range("tolerance", tolerance, 0.0, 1.0, where="probe(tolerance=)")
+    check_range("margin", margin, 0.0, 100.0, where="probe(margin=)")
+    recording = record(step, args, kwargs, chosen, backend, widened=True, scale=scale)
+    found = None
+    if name == chosen.compute:
+        own = scale if scale is not None or recording.differentiates else 1.0
+        found = rounding(record(step, args, kwargs, chosen, backend, widened=False, scale=own), recording)
+    return Probe(recording.unscaled().by_layer(), name, tolerance, margin, found)
+
+
+def record(
+    step: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    backend: str | None,
+    *,
+    widened: bool,
+    scale: float | None,
+) -> Recording:
+    """Record one step with its framework's adapter; see `polyamp.adapter.Record`."""
+    check_callable(
+        step,
+        where="the step",
+        allowed="a function that returns the loss, a training step, or a Keras model",
+        fix="give the function itself, then its arguments: polyamp.probe(loss_fn, params, batch)",
+    )
+    if scale is not None:
+        limits = format_of("float32")
+        check_range("scale", scale, limits.smallest_normal, limits.max, where="scale=")
+    adapter = offering(RECORD, backend, (step, args, kwargs), where="the step and its arguments")
+    return RECORD.of(adapter)(step, args, kwargs, policy, widened=widened, scale=scale)
+
+
+def sixteen_bit(policy: Policy | str | None) -> Policy:
+    """Return the policy to examine: the given one, else the current one if it computes in 16 bits, else mixed_float16.
+
+    >>> sixteen_bit(None).compute
+    'float16'
+    """
+    if policy is not None:
+        return make_policy(policy)
+    current = current_policy()
+    return current if format_of(current.compute).is_low else make_policy("mixed_float16")

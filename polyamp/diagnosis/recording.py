@@ -1,8 +1,9 @@
-"""The recording of one training step by an adapter: every tensor's spread, in the order of computation."""
+"""The recording of one training step: every tensor's spread, in the order of computation."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
@@ -45,6 +46,17 @@ class Observation(NamedTuple):
         """Return whether the policy computes it in 16 bits."""
         return format_of(self.format).is_low
 
+    @property
+    def is_rounding(self) -> bool:
+        """Return whether it is a float32 result that was rounded to 16 bits for the next operation."""
+        return self.is_low and self.op_class == "full"
+
+    @property
+    def pattern(self) -> str:
+        """Return the pattern for a rule about this operation at its path, with wildcard characters escaped."""
+        *_, named = re.split(r"[./]{2,}|^[./]", self.place)  # after the last blank component: patterns have none
+        return re.sub(r"([*?[])", r"[\1]", named)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the observation as JSON values."""
         return {**self._asdict(), "shape": list(self.shape), "spread": self.spread.as_dict()}
@@ -74,7 +86,7 @@ class Recording:
         """Return the same recording with unscaled gradients."""
         if self.scale == 1:
             return self
-        exponent = _exponent(self.scale)
+        exponent = round(math.log2(self.scale))  # normally a power of two
         divided = (
             one if one.kind == ACTIVATION else one._replace(spread=one.spread.scaled(-exponent))
             for one in self.observations
@@ -105,8 +117,3 @@ class Recording:
             names.append(f"{place}[{seen[kind, place]}]" if several[kind, place] > 1 else place)
             seen[kind, place] += 1
         return names
-
-
-def _exponent(scale: float) -> int:
-    """Return log2 of a loss scale, which normally is a power of two; otherwise rounded."""
-    return round(math.log2(scale))

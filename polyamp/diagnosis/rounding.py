@@ -60,14 +60,6 @@ def differ(one: float, other: float) -> bool:
     return abs(one - other) > SHARE * max(abs(one), abs(other))
 
 
-def source_of(narrow: Recording, one: Observation) -> Observation:
-    """Return the 16-bit tensor that a difference comes from: the tensor itself, else the last 16-bit one before it."""
-    if one.is_low:
-        return one
-    earlier = narrow.observations[: narrow.observations.index(one)]
-    return next((each for each in reversed(earlier) if each.is_low and each.kind == ACTIVATION), one)
-
-
 def _forward(recording: Recording) -> list[tuple[tuple[str, int], Observation]]:
     """Return the forward pass's tensors, each with its place and the number of earlier tensors at the same place."""
     seen: Counter[str] = Counter()

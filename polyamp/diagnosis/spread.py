@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from polyamp.errors import InvalidValueError
 from polyamp.formats import Format, format_of
-from polyamp.layout import power
+from polyamp.report import power
 
 LOWEST, HIGHEST = -127, 127
 """The exponents of finite float32 numbers. Subnormals count as the lowest."""
@@ -248,6 +248,10 @@ class Window(NamedTuple):
     def is_empty(self) -> bool:
         """Return whether no scale suits all gradients."""
         return self.low > self.high
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the window as JSON values."""
+        return {"low": self.low, "high": self.high, "empty": self.is_empty}
 
     def __contains__(self, scale: object) -> bool:
         return isinstance(scale, int | float) and self.low <= scale <= self.high

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from polyamp import registry
+from polyamp.diagnosis.diagnose import Verdict, diagnose
 from polyamp.diagnosis.health import Health, health
-from polyamp.diagnosis.verbs import diagnose
-from polyamp.diagnosis.verdict import Verdict
 from polyamp.dispatch import HOLDS_LOSS_SCALE
 from polyamp.errors import InvalidTypeError, PolyampError, UsageError, warn_once
 from polyamp.policies import Policy

@@ -12,7 +12,7 @@ from polyamp.equivalence.design import FEWEST_TO_AGREE, Design
 from polyamp.equivalence.statistics import Difference, paired, seeds_to_tell, unpaired
 from polyamp.equivalence.training import Metric, Run, known_better
 from polyamp.errors import InvalidValueError
-from polyamp.layout import finite, plural
+from polyamp.report import finite, plural
 from polyamp.validation import is_number, shown
 
 Verdict = Literal["equivalent", "worse", "better", "not yet known"]

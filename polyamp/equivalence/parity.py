@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from polyamp import controls as negative
+from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.diagnosis.progress import Progress, progressing
-from polyamp.diagnosis.verbs import sixteen_bit
 from polyamp.equivalence.comparison import Comparison, Margin, shortened
 from polyamp.equivalence.design import FIRST_LOOK, Design
 from polyamp.equivalence.journal import Journal

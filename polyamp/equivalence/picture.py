@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from polyamp.diagnosis.pictures import figure_for
 from polyamp.equivalence.comparison import Comparison
-from polyamp.layout import finite, plural
+from polyamp.report import finite, plural
 
 if TYPE_CHECKING:
     from os import PathLike

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from polyamp.equivalence.comparison import UNKNOWN, Comparison, Verdict, as_json, mean_of
 from polyamp.equivalence.statistics import Difference
 from polyamp.equivalence.training import Run
-from polyamp.layout import JsonReport, aligned, finite, plural
+from polyamp.report import Report, finite, plural
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -22,7 +22,7 @@ ASSUMPTIONS = (
 
 
 @dataclass(frozen=True)
-class Parity(JsonReport):
+class Parity(Report):
     """The result of `polyamp.parity`. Prints as a table with its conclusions.
 
     Attributes:
@@ -31,6 +31,8 @@ class Parity(JsonReport):
         ways: every comparison, those of negative controls included.
         again: float32 with the first seed a second time; None if it was not trained.
     """
+
+    RIGHT = range(1, 7)
 
     name: str
     float32: tuple[Run, ...]
@@ -99,9 +101,6 @@ class Parity(JsonReport):
 
         draw(path, self.name, self.ways)
 
-    def __str__(self) -> str:
-        return "\n".join([*self._heading(), "", self.table(), "", *self._conclusions(), "", *self._assumptions()])
-
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table: the heading, then every policy with its negative controls below it.
 
@@ -110,16 +109,18 @@ class Parity(JsonReport):
         heading = ("policy", "seeds", "float32", "mean", "difference", "interval", "coverage", "verdict")
         return [heading, *map(_row, self.ways)]
 
-    def table(self) -> str:
-        """Return the rows as an aligned table."""
-        return aligned(self.rows(), right=range(1, 7))
-
-    def _heading(self) -> Iterator[str]:
+    def heading(self) -> str:
+        """Return what was compared with which margin."""
         first = self.ways[0]
         share = f" ({first.margin.amount * 100:.3g}% of float32's mean)" if first.margin.is_share else ""
         how = "in pairs, by seed" if first.is_paired else "not in pairs"
-        yield f"parity of {self.name} with float32: {first.metric}"
-        yield f"margin {first.limit:.3g}{share}, compared {how}; error rate {first.design.alpha:.0%} for each verdict"
+        rate = f"error rate {first.design.alpha:.0%} for each verdict"
+        margin = f"margin {first.limit:.3g}{share}, compared {how}; {rate}"
+        return f"parity of {self.name} with float32: {first.metric}\n{margin}"
+
+    def sentences(self) -> list[str]:
+        """Return a conclusion for each policy, and what is assumed."""
+        return [*self._conclusions(), "", *self._assumptions()]
 
     def _conclusions(self) -> Iterator[str]:
         for one in self.comparisons:

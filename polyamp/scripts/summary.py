@@ -8,8 +8,8 @@ from typing import Any
 
 from polyamp import registry
 from polyamp.diagnosis.health import Health, health
-from polyamp.layout import finite
 from polyamp.plan import Plan
+from polyamp.report import finite
 from polyamp.scripts.session import Session
 
 SIXTEEN_BITS = ("float16", "bfloat16")

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from polyamp import Plan, cli
-from polyamp.commands.show import _show_rich
+from polyamp.commands.show import show_rich
 from polyamp.commands.target import load, step_of, training_of
-from polyamp.diagnosis.lint import Finding, Report
+from polyamp.diagnosis.lint import Finding, Findings
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.plan import PlannedOperation
 
@@ -79,22 +79,22 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     ("arguments", "says"),
     [
         (("explain", "targets"), "not the name of a function"),
-        (("probe", "targets.py:step"), "not the name of a function"),
-        (("probe", ":loss"), "not the name of a function"),
-        (("probe", "../x:one"), "not the name of a function"),
-        (("probe", "..x:one"), "not the name of a function"),
-        (("probe", "missing:loss"), "no module missing"),
-        (("probe", "targets.missing:loss"), "no module targets.missing"),
-        (("probe", "targets:missing"), "one of its functions: "),
-        (("probe", "targets:nested.missing"), "targets has no nested.missing"),
-        (("lint", "targets:number"), "3 (int)"),
+        (("diagnose", "targets.py:step"), "not the name of a function"),
+        (("diagnose", ":loss"), "not the name of a function"),
+        (("diagnose", "../x:one"), "not the name of a function"),
+        (("diagnose", "..x:one"), "not the name of a function"),
+        (("diagnose", "missing:loss"), "no module missing"),
+        (("diagnose", "targets.missing:loss"), "no module targets.missing"),
+        (("diagnose", "targets:missing"), "one of its functions: "),
+        (("diagnose", "targets:nested.missing"), "targets has no nested.missing"),
+        (("diagnose", "targets:number"), "3 (int)"),
         (("explain", "targets:needs_batch"), "needs_batch(batch)"),
-        (("probe", "targets:unknown_key"), "unknown 'arguments'"),
-        (("lint", "targets:no_step"), 'a function under "step"'),
+        (("diagnose", "targets:unknown_key"), "unknown 'arguments'"),
+        (("diagnose", "targets:no_step"), 'a function under "step"'),
         (("parity", "targets:gives_number"), "train(policy, seed) itself"),
         (("parity", "targets:in_mapping"), 'a function under "train"'),
-        (("probe", "targets:loss", "--policy", "mixed_float17"), "mixed_float17"),
-        (("probe", "targets:loss", "--backend", "theano"), "no adapter of that name"),
+        (("diagnose", "targets:loss", "--policy", "mixed_float17"), "mixed_float17"),
+        (("diagnose", "targets:loss", "--backend", "theano"), "no adapter of that name"),
         (("parity", "targets:needs_batch", "--json", "no/folder/x.json"), "cannot be written"),
     ],
 )
@@ -112,7 +112,7 @@ def test_errors_are_told_without_a_traceback(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("arguments", [("probe",), ("lint", "a:b", "--no")])
+@pytest.mark.parametrize("arguments", [("diagnose",), ("explain", "a:b", "--no")])
 def test_a_wrong_command_line_is_exit_code_2(
     folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
@@ -155,22 +155,24 @@ def test_the_two_ways_to_load_refuse_each_others_forms(folder: Path, load_it: An
 
 PLANNED = [PlannedOperation("matmul", "dot", f"model[{i}]", "lower", "float16", f"rule {i}") for i in range(30)]
 PLAN = Plan("mixed_float16", tuple(PLANNED))
-REPORT = Report("torch", "mixed_float16", (Finding("wrapped-twice", "error", "two loss scalings", "", "wrap once"),))
-NOTHING = Report("torch", "mixed_float16", ())
+REPORT = Findings(
+    "torch", "mixed_float16", (Finding("no-masters", "warning", "a parameter in 16 bits", "", "keep float32"),)
+)
+NOTHING = Findings("torch", "mixed_float16", ())
 
 
 @pytest.mark.parametrize(
     ("report", "holds"),
     [
         (PLAN, ["30 operations (30 float16)", "lower", "model[29]"]),
-        (REPORT, ["1 error", "wrapped-twice", "wrap once"]),
+        (REPORT, ["1 warning", "no-masters", "keep float32"]),
         (NOTHING, ["nothing found"]),
     ],
     ids=["plan", "report", "nothing"],
 )
 def test_on_a_terminal_the_table_is_drawn(report: Any, holds: list[str]) -> None:
     screen = io.StringIO()
-    _show_rich(report, Console(file=screen, width=120, color_system=None))
+    show_rich(report, Console(file=screen, width=120, color_system=None))
     shown = screen.getvalue()
     assert all(text in shown for text in holds), shown
     assert ("─" in shown) == bool(report.rows())

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from polyamp.diagnosis.diagnose import Verdict
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation
-from polyamp.diagnosis.verdict import Verdict
 from support.diagnosis_cases import observation, recording
 
 INF, NAN = math.inf, math.nan

@@ -130,24 +130,28 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 @FRAMEWORKS
-def test_probe_prints_saves_and_draws(
+def test_diagnose_prints_saves_and_draws(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, framework: str
 ) -> None:
-    files = tmp_path / "probe.json", tmp_path / "probe.png"
-    assert run(monkeypatch, "probe", f"{framework}_target:step", "--json", str(files[0]), "--plot", str(files[1])) == 0
-    assert "safe window: 2^-" in capsys.readouterr().out
-    saved = json.loads(files[0].read_text())
-    assert saved["format"] == "float16"
-    assert saved["loss"] == pytest.approx(LOSS, abs=1e-4)
-    assert files[1].read_bytes().startswith(b"\x89PNG")
+    report, picture = tmp_path / "step.json", tmp_path / "step.png"
+    words = ("--policy", "mixed_bfloat16", "--json", str(report), "--plot", str(picture))  # a plain optimizer will do
+    assert run(monkeypatch, "diagnose", f"{framework}_target:step", *words) == 0
+    shown = capsys.readouterr().out
+    assert "recommended: LossScale.none()" in shown
+    assert "verdict: FINITE" in shown
+    saved = json.loads(report.read_text())
+    assert (saved["verdict"], saved["probe"]["format"]) == ("finite", "bfloat16")
+    assert saved["probe"]["loss"] == pytest.approx(LOSS, abs=1e-4)
+    assert not [finding for finding in saved["lint"]["findings"] if finding["severity"] != "note"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @FRAMEWORKS
 def test_a_forward_pass_that_overflows_is_a_finding(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], framework: str
 ) -> None:
-    assert run(monkeypatch, "probe", f"{framework}_target:large") == 3
-    assert "overflows float16" in capsys.readouterr().out
+    assert run(monkeypatch, "diagnose", f"{framework}_target:large") == 3
+    assert "verdict: FORWARD pass overflows" in capsys.readouterr().out
 
 
 @FRAMEWORKS
@@ -167,18 +171,13 @@ def test_rules_that_match_nothing_are_a_finding(monkeypatch: pytest.MonkeyPatch,
 
 
 @FRAMEWORKS
-def test_lint_finds_an_optimizer_that_is_not_wrapped(
+def test_an_optimizer_that_is_not_wrapped_is_a_finding(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], framework: str
 ) -> None:
-    assert run(monkeypatch, "lint", f"{framework}_target:plain") == 3
+    assert run(monkeypatch, "diagnose", f"{framework}_target:plain") == 3
     assert "[optimizer-not-wrapped]" in capsys.readouterr().out
 
 
-@FRAMEWORKS
-def test_lint_ends_with_0_where_only_notes_are_left(monkeypatch: pytest.MonkeyPatch, framework: str) -> None:
-    assert run(monkeypatch, "lint", f"{framework}_target:plain", "--policy", "mixed_bfloat16") == 0
-
-
 def test_a_function_may_be_the_step_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, "probe", "torch_target:scalar", "--backend", "torch", "--json", "-") == 0
-    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(LOSS, abs=1e-4)
+    assert run(monkeypatch, "diagnose", "torch_target:scalar", "--backend", "torch", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["probe"]["loss"] == pytest.approx(LOSS, abs=1e-4)

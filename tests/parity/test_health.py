@@ -16,8 +16,8 @@ import torch
 
 import polyamp
 from polyamp import LossScale, LossScaleState
+from polyamp.diagnosis.diagnose import Verdict
 from polyamp.diagnosis.health import Health, health
-from polyamp.diagnosis.verdict import Verdict
 from polyamp.diagnosis.watch import watch
 from polyamp.errors import UsageError
 from polyamp.testing import Session, random_arrays, spoiled

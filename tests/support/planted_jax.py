@@ -14,7 +14,7 @@ import optax
 import polyamp
 from polyamp import controls
 from polyamp.backends.jax.dtypes import dtype_of
-from polyamp.diagnosis.calibration import Calibration
+from polyamp.diagnosis.calibrate import Calibration
 from support.planted import FITTING, HIDDEN, OVERFLOWING, RATE, digits, rows_of
 
 Params = dict[str, Any]

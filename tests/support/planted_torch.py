@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import polyamp
 from polyamp.backends.torch.dtypes import dtype_of
-from polyamp.diagnosis.calibration import Calibration
+from polyamp.diagnosis.calibrate import Calibration
 from support.planted import FITTING, HIDDEN, OVERFLOWING, RATE, digits, rows_of
 
 Optimizer = Callable[[Iterable[Any], polyamp.Policy], torch.optim.Optimizer]

@@ -11,7 +11,7 @@ import optax
 
 import polyamp
 from polyamp import LossScale, Policy
-from polyamp.diagnosis.calibration import Calibration, calibrate
+from polyamp.diagnosis.calibrate import Calibration, calibrate
 
 STEPS = 15
 Params = dict[str, jax.Array]
@@ -76,24 +76,6 @@ def test_the_rules_name_that_layer_alone() -> None:
     assert evidence.batches == 3
     assert found.is_safe
     assert not found.before.is_safe
-
-
-def test_a_range_that_is_safe_is_let_into_16_bits() -> None:
-    def gated(weights: Params, x: jax.Array, y: jax.Array) -> jax.Array:
-        with jax.named_scope("gate"):
-            return jnp.exp(x @ weights["first"] * 1e-2).sum()
-
-    found = calibrated(gated)
-    assert found.rules == {"gate/exp": "follow"}
-    plan = polyamp.explain(gated, params(), *batches(1)[0], policy=found.policy)
-    assert [op.format for op in plan.operations if op.name == "exp"] == ["float16"]
-
-
-def test_the_steps_of_a_softmax_stay_in_float32() -> None:
-    def attended(weights: Params, x: jax.Array, y: jax.Array) -> jax.Array:
-        return (jax.nn.softmax(x @ weights["first"] * 1e-2) * weights["first"][0]).sum()
-
-    assert not calibrated(attended).rules
 
 
 def test_a_training_step_is_calibrated_up_to_its_update() -> None:

@@ -11,9 +11,9 @@ import pytest
 import polyamp
 from polyamp.backends.keras import HealthCallback
 from polyamp.backends.keras.recording.record import record
+from polyamp.diagnosis.diagnose import Verdict
 from polyamp.diagnosis.health import Health
 from polyamp.diagnosis.recording import PARAMETER, Recording
-from polyamp.diagnosis.verdict import Verdict
 from support.harness_keras import to_numpy
 
 F16 = polyamp.policy("mixed_float16")
@@ -132,7 +132,6 @@ def test_models_that_cannot_be_recorded(make: Any, args: Any, what: str) -> None
         ("sgd", "plain"),
         (lambda: wrapped(), "wrapped"),
         (lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "native scaler"),
-        (lambda: keras.optimizers.LossScaleOptimizer(wrapped()), "wrapped twice"),
         (lambda: keras.optimizers.SGD(loss_scale_factor=4.0), "native scaler"),
     ],
 )
@@ -146,7 +145,7 @@ def test_facts_of_a_model(optimizer: Any, state: str) -> None:
 
 def test_facts_of_a_step() -> None:
     found = polyamp.registry.adapter_named("keras").facts(model_with(), (X, Y), {}, F16, None)
-    assert {"m": 6, "n": 8, "k": 8} in [dict(one.sizes) for one in found.products]
+    assert {6, 8} in [set(one.sizes) for one in found.products]
     assert [(one.classes, one.rows) for one in found.losses] == [(3, 6)]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 import polyamp
-from polyamp.diagnosis.calibration import calibrate
+from polyamp.diagnosis.calibrate import calibrate
 
 
 def make() -> tuple[list[tf.Variable], list[tuple[tf.Tensor, tf.Tensor]]]:

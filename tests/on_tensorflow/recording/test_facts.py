@@ -23,25 +23,25 @@ def found(target: Any, *args: Any, optimizer: Any = None, policy: Any = F16) -> 
     return facts(target, args, {}, policy, optimizer)
 
 
-def sizes(fn: Any, *args: Any) -> list[dict[str, int]]:
-    return [dict(product.sizes) for product in found(fn, *args).products]
+def sizes(fn: Any, *args: Any) -> list[set[int]]:
+    return [set(product.sizes) for product in found(fn, *args).products]
 
 
 @pytest.mark.parametrize(
     ("product", "expected"),
     [
-        (lambda x: x @ W, {"m": 6, "n": 4, "k": 8}),
-        (lambda x: tf.matmul(x, x, transpose_a=True), {"m": 8, "n": 8, "k": 6}),
-        (lambda x: tf.matmul(x[None], W[None] + tf.zeros((3, 1, 1))), {"m": 6, "n": 4, "k": 8}),
-        (lambda x: tf.matmul(x[None], x[None], transpose_b=True), {"m": 6, "n": 6, "k": 8}),
-        (lambda x: tf.einsum("bqd,dhk->bqhk", x[None], tf.ones((8, 2, 3))), {"m": 6, "n": 6, "k": 8}),
+        (lambda x: x @ W, {6, 4, 8}),
+        (lambda x: tf.matmul(x, x, transpose_a=True), {8, 6}),
+        (lambda x: tf.matmul(x[None], W[None] + tf.zeros((3, 1, 1))), {6, 4, 8}),
+        (lambda x: tf.matmul(x[None], x[None], transpose_b=True), {6, 8}),
+        (lambda x: tf.einsum("bqd,dhk->bqhk", x[None], tf.ones((8, 2, 3))), {6, 8}),
         (
             lambda x: tf.nn.conv2d(x[None, :, :, None], tf.ones((3, 3, 1, 5)), 1, "SAME"),
-            {"in_channels": 1, "out_channels": 5},
+            {1, 5},
         ),
     ],
 )
-def test_sizes_of_products(product: Any, expected: dict[str, int]) -> None:
+def test_sizes_of_products(product: Any, expected: set[int]) -> None:
     assert sizes(product, X) == [expected]
 
 
@@ -55,7 +55,7 @@ def test_of_a_step_the_forward_pass_is_looked_at() -> None:
             )
         return tape.gradient(loss, weight)
 
-    assert sizes(step, X) == [{"m": 6, "n": 4, "k": 8}, {"m": 6, "n": 8, "k": 4}]
+    assert sizes(step, X) == [{6, 4, 8}, {6, 8, 4}]
 
 
 @pytest.mark.parametrize(
@@ -113,19 +113,15 @@ def test_the_state_of_an_optimizer(optimizer: Any, state: str) -> None:
     assert found(lambda x: tf.reduce_mean(x @ W), X, optimizer=optimizer).optimizer == state
 
 
-@pytest.mark.parametrize(("scales", "state"), [(1, "wrapped"), (2, "wrapped twice")])
-def test_a_scaler_in_the_step(scales: int, state: str) -> None:
+def test_a_scaler_in_the_step() -> None:
     weight, scaler = tf.Variable(W), LossScaler(F16)
-    optimizer = polyamp.wrap_optimizer(sgd(), F16) if scales == 2 else None
 
     def step(x: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = scaler.scale(tf.reduce_mean(x @ weight))
-            loss = loss if optimizer is None else optimizer.scale_loss(loss)
-        grad = tape.gradient(loss, weight)
-        return scaler.step(sgd(), [(grad, weight)]).applied
+        return scaler.step(sgd(), [(tape.gradient(loss, weight), weight)]).applied
 
-    assert found(step, X, optimizer=optimizer).optimizer == state
+    assert found(step, X).optimizer == "wrapped"
 
 
 def test_variables_in_half_and_their_masters() -> None:

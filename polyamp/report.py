@@ -1,20 +1,20 @@
-"""Plain-text layout of reports, and JSON output."""
+"""What the results of verbs have in common: they print as an aligned table and sentences, and are JSON values."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from os import PathLike
 
 
-def aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
+def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
     """Align rows of text in columns two blanks apart; the columns in ``right`` are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pads = [str.rjust if index in set(right) else str.ljust for index in range(len(widths))]
+    pads = [str.rjust if index in right else str.ljust for index in range(len(widths))]
     lines = ("  ".join(pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
@@ -43,12 +43,34 @@ def plural(count: int, noun: str, ending: str = "s") -> str:
     return f"{count} {noun}{'' if count == 1 else ending}"
 
 
-class JsonReport(ABC):
-    """A report that can be converted to JSON values and saved."""
+class Report(ABC):
+    """The result of a verb: a heading, a table and sentences for people, and JSON values for programs."""
+
+    RIGHT: ClassVar[Collection[int]] = ()  # the columns of numbers, which are aligned to the right
 
     @abstractmethod
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
+
+    @abstractmethod
+    def heading(self) -> str:
+        """Return what the report is about, in a line or two."""
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table, its header first; empty if there is nothing to show."""
+        return []
+
+    def sentences(self) -> list[str]:
+        """Return what follows from the table, one sentence per line."""
+        return []
+
+    def table(self) -> str:
+        """Return the rows as an aligned table."""
+        rows = self.rows()
+        return aligned(rows, self.RIGHT) if rows else ""
+
+    def __str__(self) -> str:
+        return "\n\n".join(filter(None, (self.heading(), self.table(), "\n".join(self.sentences()))))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write `as_dict` to a JSON file."""

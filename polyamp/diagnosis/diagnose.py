@@ -1,0 +1,337 @@
+"""The verdict on a skipped step: its first tensor that is not finite, in the order of computation, decides.
+
+For example, if a matmul's output in the forward pass is the first, the forward pass overflows and no loss scale helps.
+If an activation gradient is the first, and it jumped by `AMPLIFIES` or more powers of two, that layer is to blame;
+without such a jump, the loss scale is.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from polyamp.diagnosis.probe import Probe, record, sixteen_bit, written
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Observation, Recording
+from polyamp.diagnosis.rounding import Rounding, rounding
+from polyamp.formats import format_of
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
+from polyamp.report import Report, plural, power
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+AMPLIFIES = 4.0
+"""Powers of two that a gradient has to grow in one operation for that operation to be called amplifying.
+
+From layer to layer, the largest gradient changes by a factor of a few (initialisation schemes keep it level). A factor
+of 16 or more in one operation is caused by that operation, not by the loss scale.
+"""
+
+ATTEMPTS = 4
+"""How often `diagnose` adds rules, each time for an overflow that the last attempt left."""
+
+_BEFORE, _AFTER = 5, 2  # tensors to show around the first bad one
+
+VerdictKind = Literal["finite", "rounding", "scale", "layer", "forward", "model"]
+
+
+@dataclass(frozen=True)
+class Verdict(Report):
+    """The result of `polyamp.diagnose`. Prints the first tensor that is not finite, its neighbours, and what to do."""
+
+    RIGHT = (3, 4)
+
+    recording: Recording  # one step under the policy, with scaled gradients
+    wide: Recording  # the same step computed in float32
+    probe: Probe  # what that run shows about the loss scale
+    # rules that were tried, before the policy's own; see `polyamp.diagnose`
+    tried: Mapping[str, str] = field(default_factory=dict)
+    is_cured: bool = False  # whether the step was finite with them
+
+    @cached_property
+    def first(self) -> Observation | None:
+        """Return the first tensor that is not finite; None if all are finite."""
+        return next((one for one in self.recording.observations if not one.spread.is_finite), None)
+
+    @cached_property
+    def kind(self) -> VerdictKind:
+        """Return the kind of fault."""
+        # One of: none ("finite"), values that rounding changes, a scale that is too high, a layer that amplifies
+        # gradients, a forward pass that overflows, or a model that is not finite in float32 either.
+        first = self.first
+        if first is None:
+            return "rounding" if self.rounding else "finite"
+        if first.kind == ACTIVATION:
+            return "model" if self.probe.broken and self.probe.broken.kind == ACTIVATION else "forward"
+        if self.probe.broken:
+            return "model"
+        return "layer" if self.amplification >= AMPLIFIES else "scale"
+
+    @cached_property
+    def rounding(self) -> Rounding | None:
+        """Return how 16 bits change the step's values; None if they agree."""
+        return rounding(self.recording, self.wide)
+
+    @cached_property
+    def amplification(self) -> float:
+        """Return by how many powers of two the first gradient beyond the format exceeds the 16-bit one before it."""
+        # Both are compared in float32. 0 if it is the first of all 16-bit gradients, or a parameter's: a parameter's
+        # gradient is a sum over the batch, which in any layer is larger than its terms.
+        after, before = (self._in_float32(one) for one in self._jump)
+        if not (after and before and after.spread.largest and before.spread.largest):
+            return 0.0
+        return math.log2(after.spread.largest / before.spread.largest)
+
+    @cached_property
+    def _jump(self) -> tuple[Observation | None, Observation | None]:
+        """Return the first activation gradient beyond the format, and the last 16-bit one before it."""
+        # The first one is in 16 bits itself, or comes after one that is.
+        before: Observation | None = None
+        limit = format_of(self.probe.format).max
+        for one in self.recording.observations[: self._place + 1]:
+            if one.kind != GRADIENT or not (one.is_low or before):
+                continue
+            if not one.spread.is_finite or one.spread.largest > limit:
+                return one, before
+            if one.is_low and one.spread.largest:
+                before = one
+        return None, before
+
+    @property
+    def _place(self) -> int:
+        return next((place for place, one in enumerate(self.recording.observations) if one is self.first), 0)
+
+    def _in_float32(self, wanted: Observation | None) -> Observation | None:
+        """Return the same tensor in the float32 run: the one of the same kind, place and turn at that place."""
+        if wanted is None:
+            return None
+        earlier = itertools.takewhile(lambda one: one is not wanted, self.recording.observations)
+        turn = sum(_key(one) == _key(wanted) for one in earlier)
+        same = (one for one in self.wide.observations if _key(one) == _key(wanted))
+        return next(itertools.islice(same, turn, None), None)
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """Return rules that keep the cause in float32, to paste into a policy; empty if no rule helps."""
+        return dict(self.tried) if self.is_cured else self.culprits
+
+    @cached_property
+    def culprits(self) -> dict[str, str]:
+        """Return rules for only the first tensor that is not finite, or that differs."""
+        if self.kind == "forward" and self.probe.rules:
+            return self.probe.rules
+        found = self.culprit
+        if found is None:
+            return {}
+        return {found.where if self.kind == "layer" and found.where else found.pattern: "full"}
+
+    @cached_property
+    def culprit(self) -> Observation | None:
+        """Return the operation to blame, if a rule helps: see `kind`."""
+        if self.rounding and self.kind == "rounding":
+            return self._before(self.rounding.first)
+        if self.kind == "layer":
+            return self._jump[0]
+        if self.kind == "forward" and self.first is not None:
+            # A result of float32 work that does not fit overflows only where it is rounded for the next operation.
+            later = self.recording.observations[self._place :]
+            bad = (one for one in later if one.kind == ACTIVATION and one.is_low and not one.spread.is_finite)
+            after = next((one for one in bad if not one.is_rounding), None) if self.first.is_rounding else None
+            return after or self._before(self.first)
+        return None
+
+    def _before(self, one: Observation) -> Observation:
+        """Return a tensor if it is in 16 bits, else the last 16-bit one of the forward pass before it."""
+        if one.is_low:
+            return one
+        earlier = itertools.takewhile(lambda each: each is not one, self.recording.of_kind(ACTIVATION))
+        return next((each for each in reversed(list(earlier)) if each.is_low), one)
+
+    @property
+    def advice(self) -> str:
+        """Return the verdict in a sentence or two, with what to do."""
+        scale, window, culprit = power(self.recording.scale), self.probe.window, self.culprit
+        is_usable = window is not None and not window.is_empty
+        if self.kind == "finite":
+            return f"FINITE: nothing overflows at a loss scale of {scale}; a step like this is applied."
+        if self.kind == "model":
+            broken = self.probe.broken
+            place = "" if broken is None else f" in the {broken.kind} {broken.place}"
+            return (
+                f"MODEL is not finite in float32 either{place}: look at the data, the parameters and the learning rate."
+            )
+        if self.kind == "scale" and not (window and is_usable):
+            return f"SCALE of {scale} is too high, and no scale suits: {' '.join(self.probe.sentences())}"
+        if self.kind == "scale" and window:
+            halvings = max(1, math.ceil(math.log2(self.recording.scale / window.high) - self.probe.margin))
+            return (
+                f"SCALE of {scale} is too high, which is normal while it is looked for: a dynamic scale passes after "
+                f"about {plural(halvings, 'skipped step')}. The safe window is {window}; start with "
+                f"{written(self.probe.recommended)}."
+            )
+        remedy = f"keep it float32: rules={self.rules!r}{self._outcome}."
+        if self.kind == "layer" and culprit:
+            holds = window is not None and is_usable and self.recording.scale > window.high
+            lower = f" A loss scale within {window} helps too." if holds else ""
+            place = culprit.where or culprit.place
+            grows = f"amplifies gradients by 2^{self.amplification:.1f} in {culprit.name}"
+            return f"LAYER {place} {grows}; {remedy}{lower}"
+        if self.kind == "forward" and culprit:
+            wide, most = self._in_float32(culprit), format_of(culprit.format).max
+            largest = f" (float32 has {wide.spread.largest:.3g}, {culprit.format} ends at {most:.5g})" if wide else ""
+            return (
+                f"FORWARD pass overflows in {culprit.place}{largest}: lowering the loss scale can never help; {remedy}"
+            )
+        return f"ROUNDING: nothing overflows, but {self.rounding}. No loss scale helps; {remedy}"
+
+    @property
+    def _outcome(self) -> str:
+        """Return what came of trying the rules."""
+        if self.is_cured:
+            return f" (tried: the step is then {'as in float32' if self.kind == 'rounding' else 'finite'})"
+        if not self.tried:
+            return ""
+        below = "what is rounded before it differs too" if self.kind == "rounding" else None
+        return f" (tried: not enough alone, since {below or '16-bit layers below take what is too large'})"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the verdict as JSON values."""
+        return {
+            "verdict": self.kind,
+            "advice": self.advice,
+            "rules": self.rules,
+            "rules_suffice": self.is_cured,
+            "scale": self.recording.scale,
+            "window": self.probe.window and self.probe.window.as_dict(),
+            "first": None if self.first is None else self.first.as_dict(),
+            "amplification": self.amplification,
+            "rounding": self.rounding and self.rounding.as_dict(),
+            "tensors": [one.as_dict() for one in self.recording.observations],
+        }
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the probe of the step into an image file."""
+        self.probe.plot(path)
+
+    def heading(self) -> str:
+        """Return which step was run, and its first tensor that is not finite."""
+        scale = power(self.recording.scale)
+        return f"{self.recording.framework}, {self.recording.policy}, loss scale {scale}: {_counted(self.first)}"
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the first bad tensor with those around it; without one, the tensors nearest to overflow."""
+        named = list(zip(self.recording.observations, self.recording.names, strict=True))
+        shown = named[max(0, self._place - _BEFORE) : self._place + 1 + _AFTER]
+        if self.first is None:
+            low = [pair for pair in named if pair[0].is_low]
+            shown = sorted(low, key=lambda pair: pair[0].spread.headroom(pair[0].format))[:_BEFORE]
+        header = ("kind", "tensor", "format", "amax", "headroom", "")
+        return [header, *(_row(one, name, one is self.first) for one, name in shown)]
+
+    def sentences(self) -> list[str]:
+        """Return the verdict."""
+        return [f"verdict: {self.advice}"]
+
+
+def _key(one: Observation) -> tuple[str, str]:
+    return one.kind, one.place
+
+
+def _row(one: Observation, name: str, is_first: bool) -> tuple[str, ...]:
+    spread = one.spread
+    largest = f"{spread.largest:.3g}" if spread.is_finite else "inf" if spread.inf else "nan"
+    headroom = f"{spread.headroom(one.format):+.1f} bits" if spread.is_finite else ""
+    return one.kind, name, one.format, largest, headroom, "<- the first" if is_first else ""
+
+
+def _counted(first: Observation | None) -> str:
+    if first is None:
+        return "every tensor is finite"
+    spread = first.spread
+    counts = [f"{count} {word}" for count, word in ((spread.inf, "inf"), (spread.nan, "NaN")) if count]
+    return (
+        f"the first that is not finite is the {first.kind} {first.place}, {' and '.join(counts)} of {spread.elements}"
+    )
+
+
+Run = TypeVar("Run")
+
+
+def with_rules(
+    first: Run, run: Callable[[dict[str, str]], Run], asked: Callable[[Run], Mapping[str, str]], most: int
+) -> tuple[Run, dict[str, str]]:
+    """Run a step with the rules that its last run asks for, until it asks for no new ones, and return both."""
+    # A value that a rule keeps in float32 may overflow in the next operation, which then needs another rule.
+    rules: dict[str, str] = {}
+    latest = first
+    for _ in range(most):
+        new = asked(latest)
+        if new.keys() <= rules.keys():
+            break
+        rules |= new
+        latest = run(rules)
+    return latest, rules
+
+
+def diagnose(
+    step: Any,
+    /,
+    *args: Any,
+    policy: Policy | str | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+    **kwargs: Any,
+) -> Verdict:
+    """Explain why a step is skipped: the scale is too high, a layer amplifies gradients, or the forward pass overflows.
+
+    If nothing overflows, report whether the loss agrees with float32's, since rounding may change it.
+
+    The step is run under the policy, in float32, and with each suggested rule to see whether it helps. Everything that
+    it changes is restored.
+
+    >>> import jax.numpy as jnp
+    >>> def loss_fn(params, x):
+    ...     return (x @ params["w"]).mean()
+    >>> verdict = diagnose(loss_fn, {"w": jnp.full((4, 2), 300.0)}, jnp.full((8, 4), 300.0), policy="mixed_float16")
+    >>> verdict.kind, verdict.rules
+    ('forward', {'matmul': 'full'})
+
+    Args:
+        step: as for `probe`.
+        *args: its arguments: those of the skipped step.
+        policy: as for `probe`.
+        scale: the loss scale; None is the scale that the step uses, or else the policy's first one.
+        backend: as for `probe`.
+        **kwargs: the step's keyword arguments.
+
+    Raises:
+        InvalidTypeError, InvalidValueError, UnsupportedError: as `probe` does.
+    """
+    chosen = sixteen_bit(policy)
+    wide = record(step, args, kwargs, chosen, backend, widened=True, scale=scale)
+    first = scale if scale is not None or wide.differentiates else chosen.loss_scale.init
+
+    def run(under: Policy) -> Recording:
+        return record(step, args, kwargs, under, backend, widened=False, scale=first)
+
+    verdict = Verdict(run(chosen), wide.unscaled(), Probe(wide.unscaled().by_layer(), chosen.compute))
+    latest, rules = with_rules(
+        verdict,
+        lambda rules: replace(verdict, recording=run(make_policy(chosen, rules=rules))),
+        lambda latest: {} if latest is not verdict and _is_cured(verdict, latest) else latest.culprits,
+        ATTEMPTS,
+    )
+    return replace(verdict, tried=rules, is_cured=bool(rules) and _is_cured(verdict, latest))
+
+
+def _is_cured(verdict: Verdict, latest: Verdict) -> bool:
+    """Return whether the fault is gone. Gradients that overflow with correct values are a matter of the loss scale."""
+    if verdict.kind == "rounding":
+        loss = latest.recording.loss
+        return loss is not None and math.isfinite(loss) and latest.rounding is None
+    return latest.kind in ("finite", "scale")

@@ -57,3 +57,30 @@ def walk(
 def read(trace: str) -> list[bool]:
     """Read a drawn trace: ``.`` is a finite step, ``!`` an overflow."""
     return [step == "." for step in trace.replace(" ", "")]
+
+
+class DeepSpeed:
+    """DynamicLossScaler.update_scale of deepspeed/runtime/fp16/loss_scaler.py, 0.19, without its logging."""
+
+    def __init__(self, saved: dict[str, Any] | None = None, interval: int = 1000, hysteresis: int = 2) -> None:
+        self.cur_scale, self.cur_iter, self.last_overflow_iter = 2.0**16, 0, -1
+        self.scale_factor, self.min_scale, self.consecutive_hysteresis = 2.0, 1.0, False
+        self.scale_window, self.delayed_shift, self.cur_hysteresis = interval, hysteresis, hysteresis
+        self.__dict__.update(saved or {})
+
+    def step(self, finite: bool) -> float:
+        if finite:
+            if self.consecutive_hysteresis:
+                self.cur_hysteresis = self.delayed_shift
+            stable = (self.cur_iter - self.last_overflow_iter) - 1
+            if stable > 0 and stable % self.scale_window == 0:
+                self.cur_hysteresis = self.delayed_shift
+                self.cur_scale *= self.scale_factor
+        else:
+            if self.delayed_shift == 1 or self.cur_hysteresis == 1:
+                self.cur_scale = max(self.cur_scale / self.scale_factor, self.min_scale)
+            else:
+                self.cur_hysteresis -= 1
+            self.last_overflow_iter = self.cur_iter
+        self.cur_iter += 1
+        return self.cur_scale

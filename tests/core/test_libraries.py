@@ -1,17 +1,19 @@
-"""Loss scales saved by other libraries, by other policies, or by hand."""
+"""Loss scales saved by other libraries, by other policies or by hand, and written in the form of another library."""
 
 from __future__ import annotations
 
 import random
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import polyamp
 from polyamp import LossScale, LossScaleState, PolyampWarning
+from polyamp.errors import InvalidValueError, StateError
+from polyamp.libraries import LIBRARIES
 from polyamp.testing import overflow_trace
-from support.loss_scale_cases import walk
+from support.loss_scale_cases import DeepSpeed, walk
 
 DYNAMIC, NONE = LossScale(), LossScale.none()
 TORCH = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7}
@@ -62,41 +64,18 @@ def test_of_several_apex_losses_the_first_is_taken() -> None:
         assert DYNAMIC.from_state_dict(saved)[:2] == (1.0, 0)
 
 
-class DeepSpeed:
-    """DynamicLossScaler.update_scale of deepspeed/runtime/fp16/loss_scaler.py, 0.19, without its logging."""
-
-    def __init__(self, window: int, hysteresis: int) -> None:
-        self.cur_scale, self.cur_iter, self.last_overflow_iter = 2.0**16, 0, -1
-        self.scale_window, self.delayed_shift, self.cur_hysteresis = window, hysteresis, hysteresis
-
-    def update(self, overflow: bool) -> None:
-        if overflow:
-            if self.delayed_shift == 1 or self.cur_hysteresis == 1:
-                self.cur_scale = max(self.cur_scale / 2, 1.0)
-            else:
-                self.cur_hysteresis -= 1
-            self.last_overflow_iter = self.cur_iter
-        else:
-            stable = (self.cur_iter - self.last_overflow_iter) - 1
-            if stable > 0 and stable % self.scale_window == 0:
-                self.cur_hysteresis = self.delayed_shift
-                self.cur_scale *= 2
-        self.cur_iter += 1
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_deepspeed_s_scale_goes_on_as_deepspeed_would(seed: int) -> None:
     chance = random.Random(seed)
     window, hysteresis, steps = chance.choice([1, 2, 5]), chance.choice([1, 2, 3]), chance.randrange(25)
     trace = overflow_trace(seed, 60, 0.2)
-    theirs = DeepSpeed(window, hysteresis)
+    theirs = DeepSpeed(interval=window, hysteresis=hysteresis)
     for finite in trace[:steps]:
-        theirs.update(not finite)
+        theirs.step(finite)
     config = LossScale.like("deepspeed", interval=window, hysteresis=hysteresis)
     state = config.from_state_dict(theirs)
     for finite, after in zip(trace[steps:], walk(config, trace[steps:], state), strict=True):
-        theirs.update(not finite)
-        assert after.scale == theirs.cur_scale
+        assert after.scale == theirs.step(finite)
 
 
 # --- another format's policy ------------------------------------------------------------------------------------------
@@ -153,7 +132,7 @@ def test_a_scale_at_the_settings_edge_loads_whatever_rounded_it(config: LossScal
     ids=str,
 )
 def test_settings_are_those_that_every_framework_can_hold(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(polyamp.errors.InvalidValueError, match=says):
+    with pytest.raises(InvalidValueError, match=says):
         LossScale(**settings)
 
 
@@ -175,16 +154,88 @@ GOOD = DYNAMIC.to_state_dict(DYNAMIC.initial_state())
     ids=lambda changes: str(changes)[:30],
 )
 def test_a_state_that_no_run_can_have_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(polyamp.errors.StateError):
+    with pytest.raises(StateError):
         DYNAMIC.from_state_dict(GOOD | changes)
 
 
 @pytest.mark.parametrize("saved", [3, "fp16", [1.0], object(), {"epoch": 3}, {5: 1}, {"loss_scaler0": 3}], ids=repr)
 def test_what_is_no_loss_scale_is_refused(saved: Any) -> None:
-    with pytest.raises(polyamp.errors.StateError, match=r"not a loss-scale state(?s:.)*torch, apex"):
+    with pytest.raises(StateError, match=r"not a loss-scale state(?s:.)*torch, apex"):
         DYNAMIC.from_state_dict(saved)
 
 
 def test_settings_with_keys_that_are_no_names_are_refused() -> None:
-    with pytest.raises(polyamp.errors.InvalidValueError, match="unknown loss-scale setting"):
+    with pytest.raises(InvalidValueError, match="unknown loss-scale setting"):
         LossScale.from_dict({5: 1})  # type: ignore[dict-item]
+
+
+# --- written in the form of another library ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_nothing_is_lost_of_an_unused_scale_under_the_library_s_own_settings(name: str) -> None:
+    config = LossScale.like(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config.to_state_dict(config.initial_state(), like=name)
+
+
+@pytest.mark.parametrize(
+    ("config", "like", "reports"),
+    [
+        (LossScale.like("torch", hysteresis=2), "torch", "hysteresis=2 .no such setting"),
+        (LossScale.like("torch", max=2.0**24), "torch", "max=16777216.0"),
+        (LossScale.like("keras", growth=4.0), "keras", "growth=4.0"),
+        (LossScale.like("jmp", backoff=0.25), "jmp", "backoff=0.25"),
+        (LossScale.like("deepspeed", late_growth="never"), "deepspeed", "late_growth='never'"),
+        (LossScale.fixed(8.0), "torch", "min=8.0, max=8.0"),
+        (LossScale.none(), "apex", "check=False"),
+    ],
+    ids=str,
+)
+def test_settings_that_the_library_does_not_have_are_reported(config: LossScale, like: str, reports: str) -> None:
+    with pytest.warns(PolyampWarning, match=reports):
+        config.to_state_dict(config.initial_state(), like=like)
+
+
+@pytest.mark.parametrize(
+    ("config", "like"),
+    [
+        (LossScale.like("torch", growth=4.0, backoff=0.25, interval=7), "torch"),
+        (LossScale.like("jmp", growth=4.0, backoff=0.25, min=0.5), "jmp"),
+        (LossScale.like("torch", consecutive=True), "torch"),
+        (LossScale.fixed(8.0), "jmp"),
+        (LossScale.fixed(8.0), "deepspeed"),
+        (LossScale.none(), "torch"),
+    ],
+    ids=str,
+)
+def test_settings_that_the_library_has_are_not_reported(config: LossScale, like: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config.to_state_dict(config.initial_state(), like=like)
+
+
+def test_counters_that_are_lost_are_named_once() -> None:
+    config = LossScale.like("torch")
+    state = LossScaleState(8.0, 3, 1, 1, 2, 9)
+    with pytest.warns(PolyampWarning, match="torch does not express skipped_in_a_row, skipped, steps .lost"):
+        config.to_state_dict(state, like="torch")
+    config.to_state_dict(state, like="torch")  # a second warning would be an error
+
+
+def test_fairseq_loses_the_count_of_finite_steps() -> None:
+    config = LossScale.like("fairseq")
+    with pytest.warns(PolyampWarning, match="good_steps"):
+        config.to_state_dict(LossScaleState(8.0, 3, 1, 0, 0), like="fairseq")
+
+
+def test_a_disabled_torch_scaler_has_an_empty_state() -> None:
+    none = LossScale.none()
+    assert none.to_state_dict(none.initial_state(), like="torch") == {}
+
+
+def test_an_unknown_library_is_refused() -> None:
+    config = LossScale()
+    with pytest.raises(InvalidValueError, match="did you mean megatron"):
+        config.to_state_dict(config.initial_state(), like="megatrn")

@@ -1,0 +1,334 @@
+"""Other libraries' loss scales: their rules, what they saved read here, and what is written here continued there."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import jmp
+import keras
+import numpy as np
+import optax
+import pytest
+import tensorflow as tf
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import polyamp
+from polyamp import LossScale, LossScaleState, PolyampWarning
+from polyamp.backends.torch import GradScaler
+from polyamp.errors import StateError
+from polyamp.libraries import LIBRARIES
+from polyamp.testing import overflow_trace
+from support.loss_scale_cases import TRACES, DeepSpeed, walk
+from support.other_libraries import ALL, INSTALLED
+
+Trace = list[bool]
+INTERVAL = 3
+
+
+def our_scales(name: str, trace: Trace, **settings: Any) -> list[float]:
+    return [state.scale for state in walk(LossScale.like(name, **settings), trace)]
+
+
+def their_scales(name: str, trace: Trace, **settings: Any) -> list[float]:
+    library = INSTALLED[name](**settings)
+    return [library.step(finite) for finite in trace]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("interval", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", INSTALLED)
+def test_presets_follow_the_library(name: str, interval: int, seed: int) -> None:
+    share = random.Random(seed).choice([0.05, 0.2, 0.4])
+    trace = overflow_trace(seed, 60, share)
+    assert our_scales(name, trace, interval=interval) == their_scales(name, trace, interval=interval)
+
+
+@pytest.mark.parametrize("init", [2.0**-3, 1.0, 1000.0, 2.0**24, 2.0**30])
+@pytest.mark.parametrize("name", ["torch", "keras", "flax"])
+def test_presets_follow_from_any_start(name: str, init: float) -> None:
+    trace = overflow_trace(3, 60)
+    assert our_scales(name, trace, interval=2, init=init) == their_scales(name, trace, interval=2, init=init)
+
+
+@pytest.mark.parametrize(
+    ("name", "factors"),
+    [
+        ("torch", {"growth": 4.0, "backoff": 0.125}),
+        ("torch", {"growth": 1.5, "backoff": 0.75}),
+        ("torch", {"growth": 1.7, "backoff": 0.3}),
+        ("flax", {"growth": 4.0, "backoff": 0.25}),
+        ("flax", {"growth": 1.5, "backoff": 0.75}),
+        ("tensorflow", {"growth": 4.0}),
+        ("jmp", {"growth": 4.0}),
+        ("jmp", {"min": 2.0**-10}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_presets_follow_with_other_factors(name: str, factors: dict[str, float], share: float) -> None:
+    trace = overflow_trace(1, 40, share)
+    theirs = their_scales(name, trace, interval=2, **factors)
+    changes = factors | (
+        {"backoff": 1 / factors["growth"]} if set(factors) == {"growth"} else {}
+    )  # one factor for both
+    assert our_scales(name, trace, interval=2, **changes) == theirs
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_presets_start_with_the_library_s_own_defaults(name: str) -> None:
+    trace = [True] * 2002 + [False]
+    assert our_scales(name, trace) == their_scales(name, trace)
+
+
+# --- limits: the library's own to the last update that float32 can divide by ------------------------------------------
+
+
+@pytest.mark.parametrize("name", INSTALLED)
+def test_overflows_lead_down_to_the_library_s_own_minimum(name: str) -> None:
+    trace = [False] * 130 + [True] * 10
+    assert our_scales(name, trace, interval=1) == their_scales(name, trace, interval=1)
+
+
+@pytest.mark.parametrize("name", ["torch", "tensorflow", "flax", "jmp"])
+def test_growth_leads_up_to_the_library_s_own_maximum(name: str) -> None:
+    trace = [True] * 130 + [False] * 10 + [True] * 20
+    assert our_scales(name, trace, interval=1) == their_scales(name, trace, interval=1)
+
+
+@pytest.mark.parametrize(("name", "init"), [("torch", 2.0**16), ("keras", 2.0**15)])
+def test_where_a_library_collapses_to_zero_we_stop(name: str, init: float) -> None:
+    trace = [False] * 300
+    theirs, ours = their_scales(name, trace, init=init), our_scales(name, trace, init=init)
+    assert theirs[-1] == 0.0
+    assert ours[-1] == 2.0**-126
+    assert math.isfinite(1 / np.float32(ours[-1]))
+    assert all(mine == max(scale, 2.0**-126) for mine, scale in zip(ours, theirs, strict=True))
+
+
+def test_where_a_library_grows_to_infinity_we_stop() -> None:
+    trace = [True] * 200 + [False] * 3
+    theirs, ours = their_scales("keras", trace, interval=1), our_scales("keras", trace, interval=1)
+    assert theirs[-1] == math.inf
+    assert ours[199] == 2.0**127
+    assert ours[-1] == 2.0**124
+    assert all(mine == min(scale, 2.0**127) for mine, scale in zip(ours[:200], theirs[:200], strict=True))
+
+
+# --- read -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 5, 11])
+@pytest.mark.parametrize("name", INSTALLED)
+def test_a_library_s_scale_goes_on_as_the_library_would(name: str, steps: int) -> None:
+    library = INSTALLED[name](interval=INTERVAL)
+    trace = overflow_trace(steps, 30, 0.3)
+    for finite in trace[:steps]:
+        library.step(finite)
+    config = LossScale.like(name, interval=INTERVAL)
+    states = [config.from_state_dict(saved) for saved in library.saved()]
+    theirs = [library.step(finite) for finite in trace[steps:]]
+    for state in states:
+        assert [after.scale for after in walk(config, trace[steps:], state)] == theirs
+
+
+# --- written ----------------------------------------------------------------------------------------------------------
+
+LOST = pytest.mark.filterwarnings("ignore:the form of:polyamp.PolyampWarning")
+
+
+def here(name: str, **changes: Any) -> LossScale:
+    """Return the settings of a library without its error at the smallest scale, which ends a trace."""
+    return LossScale.like(name, interval=INTERVAL, on_min="ignore", **changes)
+
+
+@LOST
+@pytest.mark.parametrize("name", ALL)
+@settings(max_examples=40, deadline=None)
+@given(before=TRACES, after=TRACES)
+def test_the_library_continues_as_polyamp_would(name: str, before: list[bool], after: list[bool]) -> None:
+    config = here(name)
+    state = walk(config, before)[-1]
+    library = ALL[name](config.to_state_dict(state, like=name), interval=INTERVAL)
+    assert [library.step(finite) for finite in after] == [one.scale for one in walk(config, after, state)]
+
+
+@LOST
+@pytest.mark.parametrize("name", LIBRARIES)
+@settings(max_examples=50, deadline=None)
+@given(before=TRACES, after=TRACES)
+def test_what_is_written_is_read_again(name: str, before: list[bool], after: list[bool]) -> None:
+    config = here(name)
+    state = walk(config, before)[-1]
+    read = config.from_state_dict(config.to_state_dict(state, like=name))
+    assert read.scale == state.scale
+    if name != "fairseq":  # which saves the scale alone
+        assert read.good_steps == state.good_steps
+        assert [one.scale for one in walk(config, after, read)] == [one.scale for one in walk(config, after, state)]
+
+
+@LOST
+@settings(max_examples=50, deadline=None)
+@given(before=TRACES, after=TRACES, consecutive=st.booleans(), hysteresis=st.integers(1, 3))
+def test_deepspeed_takes_every_hysteresis(
+    before: list[bool], after: list[bool], consecutive: bool, hysteresis: int
+) -> None:
+    config = here("deepspeed", hysteresis=hysteresis, consecutive=consecutive)
+    state = walk(config, before)[-1]
+    library = DeepSpeed(config.to_state_dict(state, like="deepspeed"))
+    assert [library.step(finite) for finite in after] == [one.scale for one in walk(config, after, state)]
+
+
+# --- every holder -----------------------------------------------------------------------------------------------------
+
+
+def torch_optimizer(config: LossScale | None = None, policy: str = "fp16") -> Any:
+    optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], 0.1)
+    return polyamp.wrap_optimizer(optimizer, policy, loss_scale=config)
+
+
+def jax_state(config: LossScale | None = None, policy: str = "fp16") -> Any:
+    return polyamp.wrap_optimizer(optax.sgd(0.1), policy, loss_scale=config).init({"w": jnp.ones(2)})
+
+
+def keras_optimizer(config: LossScale | None = None, policy: str = "fp16") -> Any:
+    optimizer = polyamp.wrap_optimizer(keras.optimizers.SGD(0.1), policy, loss_scale=config)
+    optimizer.build([keras.Variable([1.0, 1.0])])
+    return optimizer
+
+
+def tensorflow_optimizer(config: LossScale | None = None, policy: str = "fp16") -> Any:
+    return polyamp.wrap_optimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), policy, loss_scale=config)
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "torch": torch_optimizer,
+    "jax": jax_state,
+    "keras": keras_optimizer,
+    "tensorflow": tensorflow_optimizer,
+}
+HOLDERS = {**OPTIMIZERS, "GradScaler": lambda config: GradScaler("cpu", loss_scale=config)}
+
+
+@LOST
+@pytest.mark.parametrize("like", LIBRARIES)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_every_holder_writes_every_form(holder: str, like: str) -> None:
+    config = LossScale.like(like)
+    state = LossScaleState(1024.0, 5, 1, 0, 2, 9)
+    made = polyamp.load_loss_scale(HOLDERS[holder](config), config.to_state_dict(state))
+    assert polyamp.save_loss_scale(made, like=like) == config.to_state_dict(state, like=like)
+    again = polyamp.load_loss_scale(HOLDERS[holder](config), polyamp.save_loss_scale(made, like=like))
+    assert polyamp.save_loss_scale(again)["scale"] == 1024.0
+
+
+@LOST
+def test_the_real_scalers_of_torch_take_what_a_keras_model_was_trained_with() -> None:
+    optimizer = keras_optimizer(LossScale(init=2.0**10))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(polyamp.save_loss_scale(optimizer, like="torch"))
+    assert scaler.get_scale() == 1024.0
+
+
+def test_megatron_gets_the_scale_as_a_tensor() -> None:
+    saved = polyamp.save_loss_scale(torch_optimizer(LossScale.like("megatron")), like="megatron")
+    assert torch.equal(saved["scale"], torch.tensor([2.0**32]))
+
+
+# --- several losses ---------------------------------------------------------------------------------------------------
+
+THREE = {f"loss_scaler{n}": {"loss_scale": 2.0**n, "unskipped": n} for n in range(3)}
+
+
+def test_all_losses_of_apex_become_losses_of_the_optimizer_and_are_written_again() -> None:
+    optimizer = polyamp.load_loss_scale(torch_optimizer(LossScale.like("apex")), THREE)
+    assert [float(optimizer.scale(torch.ones(()), loss_id=n)) for n in (None, 1, 2)] == [1.0, 2.0, 4.0]
+    assert polyamp.save_loss_scale(optimizer, like="apex") == THREE
+
+
+def test_a_loss_of_apex_that_does_not_fit_changes_none() -> None:
+    optimizer = torch_optimizer(LossScale.like("apex"))
+    bad = THREE | {"loss_scaler2": {"loss_scale": math.inf, "unskipped": 0}}
+    with pytest.raises(StateError):
+        polyamp.load_loss_scale(optimizer, bad)
+    assert polyamp.save_loss_scale(optimizer)["scale"] == 2.0**16
+    assert list(polyamp.save_loss_scale(optimizer, like="apex")) == ["loss_scaler0"]
+
+
+def test_a_loss_that_never_had_an_id_keeps_its_place() -> None:
+    optimizer = torch_optimizer(LossScale.like("apex", init=8.0))
+    optimizer.scale(torch.ones(()), loss_id=2)
+    assert list(polyamp.save_loss_scale(optimizer, like="apex")) == ["loss_scaler0", "loss_scaler1", "loss_scaler2"]
+
+
+def test_losses_without_a_number_are_reported() -> None:
+    optimizer = torch_optimizer(LossScale.like("apex"))
+    optimizer.scale(torch.ones(()), loss_id="discriminator")
+    with pytest.warns(PolyampWarning, match="Apex numbers its losses: .*'discriminator' are lost"):
+        assert list(polyamp.save_loss_scale(optimizer, like="apex")) == ["loss_scaler0"]
+
+
+def test_a_framework_that_has_one_loss_scale_takes_the_first() -> None:
+    state = jax_state(LossScale.like("apex"))
+    with pytest.warns(PolyampWarning, match="several loss scales"):
+        assert float(polyamp.load_loss_scale(state, THREE).loss_scale) == 1.0
+
+
+# --- another policy's, and other libraries', in every framework -------------------------------------------------------
+
+GRAD_SCALER = torch.amp.GradScaler("cpu", init_scale=1024.0)
+GRAD_SCALER.scale(torch.ones(()))
+SAVED: dict[str, Any] = {
+    "GradScaler": GRAD_SCALER.state_dict(),
+    "Apex": {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 0}},
+    "DeepSpeed": {"cur_scale": 1024.0, "cur_iter": 5, "last_overflow_iter": 4, "scale_window": 1000},
+    "jmp": jmp.DynamicLossScale(jnp.float32(1024.0)),
+    "by hand": {"scale": 1024.0},
+}
+
+
+@pytest.mark.parametrize("library", SAVED)
+@pytest.mark.parametrize("framework", OPTIMIZERS)
+def test_another_library_s_scale_is_taken(framework: str, library: str) -> None:
+    holder = polyamp.load_loss_scale(OPTIMIZERS[framework](policy="mixed_float16"), SAVED[library])
+    saved = polyamp.save_loss_scale(holder)
+    assert (saved["scale"], saved["skipped"], saved["steps"]) == (1024.0, 0, 0)
+
+
+@pytest.mark.parametrize("framework", OPTIMIZERS)
+def test_a_state_of_bfloat16_starts_float16_at_init(framework: str) -> None:
+    saved = polyamp.save_loss_scale(OPTIMIZERS[framework](policy="mixed_bfloat16"))
+    holder = OPTIMIZERS[framework](policy="mixed_float16")
+    with pytest.warns(PolyampWarning, match="starts at init = 65536"):
+        holder = polyamp.load_loss_scale(holder, saved)
+    assert polyamp.save_loss_scale(holder)["scale"] == 65536.0
+
+
+@pytest.mark.parametrize("framework", OPTIMIZERS)
+def test_a_state_of_float16_is_taken_by_bfloat16_without_its_scale(framework: str) -> None:
+    saved = polyamp.save_loss_scale(OPTIMIZERS[framework](policy="mixed_float16")) | {"steps": 7, "skipped": 2}
+    holder = OPTIMIZERS[framework](policy="mixed_bfloat16")
+    with pytest.warns(PolyampWarning, match="does not scale"):
+        holder = polyamp.load_loss_scale(holder, saved)
+    loaded = polyamp.save_loss_scale(holder)
+    assert (loaded["scale"], loaded["steps"], loaded["skipped"]) == (1.0, 7, 2)
+
+
+CONFIGS = [
+    LossScale.fixed(0.1),
+    LossScale.fixed(1000.1),
+    LossScale(init=1e-4, min=1e-4),
+    LossScale(max=1e30, init=1e30),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=repr)
+@pytest.mark.parametrize("framework", OPTIMIZERS)
+def test_settings_that_are_no_float32_numbers_round_trip(framework: str, config: LossScale) -> None:
+    saved = polyamp.save_loss_scale(OPTIMIZERS[framework](config))
+    assert polyamp.save_loss_scale(polyamp.load_loss_scale(OPTIMIZERS[framework](config), saved)) == saved

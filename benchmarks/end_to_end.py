@@ -38,7 +38,7 @@ from torch_device import (
     use_tf32,
 )
 from torch_tasks import TASKS, Task
-from whole_steps import BATCHES, Case, chosen, format_of, losses_table, published_table, rates, settled, table, trained
+from whole_steps import BATCHES, Case, chosen, format_of, losses_table, rates, settled, table, trained
 
 import polyamp
 from polyamp.backends.torch.building import extension
@@ -257,7 +257,6 @@ def main(
         for case in found:
             times(case, small, 2 if small else rounds, peaks)
         console().print(table(keeper.rows, f"training steps on {DEVICE}, PyTorch {torch.__version__}"))
-        console().print(published_table(models))
     if keeper.left_out:
         console().print(keeper.missing_table())
     keeper.end()

@@ -38,11 +38,15 @@ def keep(name: str, versions: dict[str, str], numbers: dict[str, Any]) -> Path:
 
 
 def write(name: str, content: dict[str, Any]) -> Path:
+    return replace(name, json.dumps(content, indent=2) + "\n")
+
+
+def replace(name: str, text: str) -> Path:
     """Write ``<name>.json`` as a whole, so that a program that is stopped leaves the earlier one."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     whole = path.with_suffix(".part")
-    whole.write_text(json.dumps(content, indent=2) + "\n")
+    whole.write_text(text)
     whole.replace(path)
     return path
 

@@ -13,15 +13,7 @@ sys.path.append(str(BENCHMARKS))
 
 from interleave import Budget, Estimate  # noqa: E402
 from keeping import Keeper  # noqa: E402
-from torch_tasks import TASKS  # noqa: E402
-from whole_steps import (  # noqa: E402
-    Case,
-    base_of,
-    chosen,
-    published,
-    settled,
-    skips_between,
-)
+from whole_steps import Case, base_of, chosen, settled, skips_between  # noqa: E402
 
 
 class Clock:
@@ -127,11 +119,3 @@ def test_models_are_chosen_by_how_they_begin() -> None:
     assert chosen(None, known) == known
     with pytest.raises(Exception, match="there is no vgg"):
         chosen(["bert", "vgg"], known)
-
-
-def test_published_numbers_have_sources_and_ratios_that_fit() -> None:
-    rows = published(TASKS)
-    assert {row["model"] for row in rows} == TASKS.keys() - {"gpt2"}
-    for row in rows:
-        assert row["url"].startswith("https://github.com/NVIDIA/DeepLearningExamples")
-        assert row["mixed_rate"] / row["baseline_rate"] == pytest.approx(row["ratio"], rel=0.01)

@@ -78,21 +78,6 @@ def test_a_short_training_learns(policy: str) -> None:
     assert found["loss"] < 1.5
 
 
-def test_the_seed_decides_the_weights_and_the_order() -> None:
-    first, again, other = (
-        classify(SHORT, images(size=16), polyamp.policy("mixed_float16"), seed, size=64, steps=3) for seed in (0, 0, 1)
-    )
-    assert first == again
-    assert first != other
-
-
-def test_weights_are_float32_under_every_policy() -> None:
-    batch = batch_of_digits()
-    for policy in POLICIES:
-        leaves = jax.tree.leaves(fit(SHORT, [batch], polyamp.policy(policy), seed=0))
-        assert {leaf.dtype.name for leaf in leaves} == {"float32"}
-
-
 def test_a_skipped_step_leaves_the_statistics_of_batch_norms() -> None:
     (x,), labels = batch_of_digits()
     policy, before = polyamp.policy("mixed_float16"), initial(SHORT, (x,), seed=0)

@@ -56,35 +56,6 @@ def test_at_the_published_sizes_there_are_as_many_parameters(name: str, sizes: C
     assert sum(math.prod(weight.shape) for weight in model.trainable_weights) == count
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("VGG16", 138_357_544), ("ResNet50", 25_636_712), ("InceptionV3", 23_851_784)]
-)
-def test_at_width_1_a_library_model_stays_as_it_is(name: str, count: int) -> None:
-    thinned = model_of("training").thinned
-    with keras.StatelessScope(initialize_variables=False):
-        model = thinned(lambda: getattr(keras.applications, name)(weights=None), 1)
-    assert model.count_params() == count
-
-
-def test_a_narrow_model_keeps_the_layers_and_the_classes() -> None:
-    thinned = model_of("training").thinned
-    make = lambda: keras.applications.ResNet50(weights=None, input_shape=(32, 32, 1), classes=10)  # noqa: E731
-    with keras.StatelessScope(initialize_variables=False):
-        whole, narrow = make(), thinned(make, 1 / 8, momentum=0.9)
-    assert [type(layer) for layer in narrow.layers] == [type(layer) for layer in whole.layers]
-    assert narrow.output.shape == whole.output.shape
-    assert narrow.get_layer("conv3_block1_1_conv").filters == whole.get_layer("conv3_block1_1_conv").filters / 8
-    assert narrow.get_layer("conv1_bn").momentum == 0.9
-
-
-def test_every_block_of_resnet_50_starts_as_the_identity() -> None:
-    model = model_of("resnet50").make_model(1 / 16)
-    both = [model.get_layer(f"conv3_block{block}_out").output for block in (1, 2)]
-    before, after = keras.Model(model.input, both).predict(keras.random.normal((2, 32, 32, 1)), verbose=0)
-    assert (before == after).all()
-    assert (before > 0).any()
-
-
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
 def test_a_seed_decides_the_weights_and_the_order_and_nothing_stays_of_another_run(policy: str) -> None:
     alexnet, data = model_of("alexnet"), importlib.import_module("models.data")

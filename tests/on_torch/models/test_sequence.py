@@ -96,14 +96,6 @@ def test_a_short_training_in_16_bits_ends_near_float32(name: str) -> None:
     assert half != full != brain
 
 
-@pytest.mark.parametrize("name", DATA)
-def test_a_seed_decides_weights_and_batches(name: str) -> None:
-    policy = polyamp.policy("mixed_bfloat16")
-    first = losses(name, policy)
-    assert losses(name, policy) == first
-    assert losses(name, policy, seed=1) != first
-
-
 class WithLoss(nn.Module):
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -139,18 +131,6 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "ROWS", 8)
 
 
-@pytest.mark.usefixtures("few")
-def test_a_curve_of_the_big_lstm() -> None:
-    def curve(policy: polyamp.Policy, seed: int = 0) -> list[float]:
-        return list(module("big_lstm").curve(policy, seed, 3))
-
-    full, scaled = curve(polyamp.policy("float32")), curve(polyamp.policy("mixed_float16", loss_scale=128))
-    assert len(full) == 3
-    assert scaled == pytest.approx(full, rel=0.01)
-    assert scaled != full
-    assert curve(polyamp.policy("float32"), seed=1) != full
-
-
 @pytest.mark.parametrize(("scale", "missing"), [(1, True), (128, False)])
 def test_a_scale_of_1_loses_the_gradients_of_wrong_words(scale: int, missing: bool) -> None:
     """The probability of a word is about 1 / 2,048, and 1 / 2,048 / 24,576 is under 2**-25."""
@@ -162,24 +142,6 @@ def test_a_scale_of_1_loses_the_gradients_of_wrong_words(scale: int, missing: bo
     zeros = (model.head.bias.grad == 0).float().mean().item()
     assert (zeros > 0.3) == missing
     assert zeros > 0.3 or zeros < 0.01
-
-
-def test_written_and_distance() -> None:
-    jasper = module("jasper")
-    assert jasper.written([0, 3, 3, 0, 3, 5, 5, 0]) == [3, 3, 5]
-    assert jasper.distance([3, 3, 5], [3, 5]) == 1
-    assert jasper.distance([], [1, 2]) == jasper.distance([4, 1], [1, 2]) == 2
-
-
-def test_the_decoder_does_not_see_the_words_that_it_predicts() -> None:
-    x, y = batches(pairs().train, 4, 1, seed=0)[0]
-    changed = y.clone()
-    changed[:, 8:] = 5
-    for name in ("transformer", "gnmt"):
-        model = seeded(module(name).small, 0).eval()
-        first, second = model(x, y), model(x, changed)
-        assert torch.equal(first[:, :8], second[:, :8])
-        assert not torch.equal(first, second)
 
 
 @pytest.mark.long

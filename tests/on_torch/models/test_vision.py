@@ -17,8 +17,8 @@ import polyamp
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
 
 from models.data import images
-from models.on_torch.training import batches, evaluate, fit, seeded
-from models.on_torch.vision import Supervised, loss_of, metrics_of
+from models.on_torch.training import batches, fit, seeded
+from models.on_torch.vision import loss_of
 
 PUBLISHED = {
     "alexnet": 61_100_840,
@@ -55,27 +55,6 @@ def test_the_published_width_has_the_published_number_of_parameters_and_scores(n
         size = module(name).RECIPE.size
         assert count(model) == PUBLISHED[name]
         assert model.eval()(torch.empty(2, 3, size, size)).shape == (2, 1000)
-
-
-@pytest.mark.parametrize("name", WITHOUT_AUXILIARY)
-def test_auxiliary_classifiers_work_in_training_only(name: str) -> None:
-    with torch.device("meta"):
-        model = getattr(module(name), name)()
-        assert isinstance(model, Supervised)
-        assert count(model) - count(model.heads[:-1]) == WITHOUT_AUXILIARY[name]
-        assert len(model(torch.empty(2, 3, 75, 75))) == len(model.heads)
-
-
-def test_the_first_scores_are_those_of_the_last_classifier() -> None:
-    model = small("googlenet")
-    for part in model.modules():
-        if isinstance(part, nn.BatchNorm2d | nn.Dropout):
-            part.train = lambda mode=True, part=part: part  # it stays as it is for evaluation
-            part.training = False
-    x = torch.randn(2, 1, 64, 64)
-    in_training = model.train()(x)
-    assert torch.equal(in_training[0], model.eval()(x))
-    assert not torch.equal(in_training[1], in_training[0])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -115,13 +94,6 @@ def test_a_seed_decides_weights_and_batches(policy: str) -> None:
     assert list(first) == ["accuracy", "loss"]
     assert first == again
     assert first != other
-
-
-def test_evaluation_is_in_the_policys_format() -> None:
-    model, batch = small("resnet50"), batches(images(size=32).test, 50, 1, 0)
-    found = {name: evaluate(model, metrics_of, batch, polyamp.policy(name))["loss"] for name in ("float32", "bf16")}
-    assert found["bf16"] == pytest.approx(found["float32"], rel=0.05)
-    assert found["bf16"] != found["float32"]
 
 
 @pytest.mark.parametrize("name", ["training", "vision", "products"])

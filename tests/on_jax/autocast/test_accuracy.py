@@ -32,6 +32,8 @@ from support.jax_scenarios import (
 )
 from support.jax_scenarios import quickly_compiled as quickly_compiled
 
+pytestmark = pytest.mark.slow
+
 BF16 = "mixed_bfloat16"
 TURNS = 1024
 WIDTH = 32

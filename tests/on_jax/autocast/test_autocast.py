@@ -77,6 +77,7 @@ def test_uncompiled_is_as_compiled() -> None:
     assert relative_error(mixed(BLOCK, TOKENS), jax.jit(mixed)(BLOCK, TOKENS)) < TOLERANCE[BF16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "context",
     [

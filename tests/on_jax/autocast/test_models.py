@@ -34,6 +34,8 @@ from support.jax_scenarios import (
 )
 from support.jax_scenarios import quickly_compiled as quickly_compiled
 
+pytestmark = pytest.mark.slow
+
 BF16 = "mixed_bfloat16"
 IMAGES = normal(0, 4, 8, 8, 3)
 SENTENCES = jnp.asarray(np.random.default_rng(1).integers(0, 50, (4, 10)), jnp.int32)

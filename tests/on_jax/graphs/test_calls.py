@@ -11,6 +11,8 @@ import pytest
 
 import polyamp
 
+pytestmark = pytest.mark.slow
+
 WIDTH = 16
 
 

@@ -29,6 +29,8 @@ from support.jax_scenarios import (
 )
 from support.jax_scenarios import quickly_compiled as quickly_compiled
 
+pytestmark = pytest.mark.slow
+
 BF16 = "mixed_bfloat16"
 W = normal(0, 8, 8, scale=0.3)
 X = normal(1, 6, 8)

@@ -22,6 +22,8 @@ from models.data import batches_of, images
 from models.on_jax import alexnet, bert, big_lstm, gnmt, googlenet, resnet50, vgg16
 from models.on_jax.training import STATISTICS, Task, classify, cross_entropy, fit, initial
 
+pytestmark = pytest.mark.slow
+
 IMAGES = jax.ShapeDtypeStruct((1, 224, 224, 3), jnp.float32)
 WORDS = jax.ShapeDtypeStruct((1, 8), jnp.int32)
 

@@ -22,6 +22,8 @@ from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Recordi
 from support.jax_scenarios import normal
 from support.jax_scenarios import quickly_compiled as quickly_compiled
 
+pytestmark = pytest.mark.slow
+
 FLOAT16 = polyamp.policy("mixed_float16")
 X, Y = normal(0, 6, 8), normal(1, 6, 3)
 

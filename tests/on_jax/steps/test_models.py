@@ -16,6 +16,8 @@ from flax.training.train_state import TrainState
 import polyamp
 from polyamp.backends.jax import apply_gradients, check_limits, select
 
+pytestmark = pytest.mark.slow
+
 POLICY = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=2.0**12))
 TX = polyamp.wrap_optimizer(optax.adam(0.03), POLICY, max_grad_norm=10.0)
 SELECTING = polyamp.wrap_optimizer(optax.adam(0.03), POLICY, max_grad_norm=10.0, skip="select")

@@ -56,6 +56,7 @@ GOOD = jax.random.normal(jax.random.key(1), (16, 4))
 OVERFLOWING = GOOD.at[0, 0].set(1e30)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the loss was not finite")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_skipped_step_leaves_batch_statistics_bit_identical(compiled: bool) -> None:

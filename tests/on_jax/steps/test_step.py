@@ -27,6 +27,7 @@ def test_step_compiles_ahead_of_time() -> None:
     assert compiled(grads, opt_state, params())[1].last_step
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:autocast to .* changed nothing")
 @pytest.mark.parametrize("skip", ["cond", "select"])
 @pytest.mark.parametrize("limit", [None, 1.0])

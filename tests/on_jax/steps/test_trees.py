@@ -128,6 +128,7 @@ except polyamp.errors.MissingFrameworkError as error:
 """
 
 
+@pytest.mark.slow
 def test_jax_alone_is_enough_to_cast_and_a_missing_optax_is_told() -> None:
     run = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
     assert "optax is not installed" in run.stdout

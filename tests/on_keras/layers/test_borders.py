@@ -15,7 +15,7 @@ X = np.random.default_rng(0).standard_normal((8, 4, 16)).astype("float32")
 Y = np.random.default_rng(1).standard_normal((8, 4, 2)).astype("float32")
 
 # Keras 3.15 calls __array__ as NumPy 1 did.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")]
 
 
 @pytest.fixture(autouse=True)

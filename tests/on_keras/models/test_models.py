@@ -19,6 +19,7 @@ BACKEND = keras.backend.backend()
 HERE = Path(__file__).parent
 
 pytestmark = [
+    pytest.mark.slow,
     # Keras 3.15 calls __array__ as NumPy 1 did.
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]

@@ -12,7 +12,7 @@ from support.harness_keras import to_numpy
 
 X = np.random.default_rng(0).standard_normal((64, 8)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(np.int32)
-pytestmark = pytest.mark.backends
+pytestmark = [pytest.mark.slow, pytest.mark.backends]
 
 TRACED = {"eager": {"run_eagerly": True}, "compiled": {}, "jit": {"jit_compile": True}}
 WAYS = ["eager", "compiled"] if keras.backend.backend() == "torch" else list(TRACED)  # no jit_compile there

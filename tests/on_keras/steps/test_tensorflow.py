@@ -122,6 +122,7 @@ def run(code: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_keras_file_loads_in_a_process_that_imported_polyamp_keras(tmp_path: Path) -> None:
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
     model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16", max_grad_norm=2.0), "mse")

@@ -14,6 +14,8 @@ import polyamp
 from polyamp.backends.tensorflow import LossScaler, rewrite
 from support.tensorflow_cases import LOW, POLICIES, nodes_that_run, normal, planned, relative_error, types_of
 
+pytestmark = pytest.mark.slow
+
 STEPS, RATE = 10, 0.1
 FP16, BF16 = "mixed_float16", "mixed_bfloat16"
 Model = tuple[Callable[[tf.Tensor], tf.Tensor], list[tf.Variable], tf.Tensor]

@@ -224,6 +224,7 @@ def rewritten_step(name: str) -> Any:
     return rewrite(train_step(EDGES[name], *variables_like(W)), policy=BF16)
 
 
+@pytest.mark.slow
 def test_many_rewrites_leave_nothing_behind() -> None:
     names = ("nested loops", "traced before", "case", "conv")  # in others, plain functions leak too
 

@@ -25,6 +25,8 @@ from support.tensorflow_cases import (
     variables_like,
 )
 
+pytestmark = pytest.mark.slow
+
 X, W = normal(6, 8), normal(8, 8, seed=1)
 XLA = ["cond", "nested loops", "TensorArray", "scan", "custom_gradient", "recompute_grad", "assign", "conv"]
 

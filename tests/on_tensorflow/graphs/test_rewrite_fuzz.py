@@ -15,6 +15,8 @@ from polyamp.backends.tensorflow.operations import OPERATIONS
 from support.tensorflow_cases import LOW, POLICIES, PRODUCTS, normal, relative_error, types_of
 from support.tensorflow_pass import after_pass
 
+pytestmark = pytest.mark.slow
+
 v1 = tf.compat.v1
 SIZE, SEEDS = 8, range(24)
 TOLERANCE = {"mixed_float16": 2.0**-6, "mixed_bfloat16": 2.0**-3}  # the error of about a dozen operations in sequence

@@ -16,6 +16,8 @@ import polyamp
 from polyamp.backends.tensorflow import rewrite
 from support.tensorflow_cases import LOW, POLICIES, called_nodes, nodes_that_run, normal, relative_error, types_of
 
+pytestmark = pytest.mark.slow
+
 BF16 = "mixed_bfloat16"
 CLOSE = {"mixed_float16": 2.0**-7, "mixed_bfloat16": 2.0**-4}
 X = normal(8, 12, 6, seed=7, scale=1.0)

@@ -16,6 +16,8 @@ import polyamp
 from polyamp.backends.tensorflow import explain, rewrite
 from support.tensorflow_cases import LOW, POLICIES, nodes_that_run, normal, planned, relative_error
 
+pytestmark = pytest.mark.slow
+
 BF16 = "mixed_bfloat16"
 TOLERANCE = {"mixed_float16": 0.01, "mixed_bfloat16": 0.06}
 IMAGES, LABELS = normal(32, 12, 12, 3, scale=1.0) + 1.0, tf.constant(np.random.default_rng(1).integers(0, 4, 32))

@@ -201,6 +201,7 @@ def test_layers_that_are_compiled_one_by_one_have_rules_of_their_own() -> None:
     assert found == [LOW, FULL, LOW]
 
 
+@pytest.mark.slow
 def test_code_that_is_cached_on_disk_belongs_to_its_policy() -> None:
     """AOTAutograd's cache does not know polyamp's kernels."""
     from torch._inductor.utils import fresh_cache

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import polyamp
 from polyamp.backends.torch import unstable
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own look at it
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute")]  # Dynamo's own look at it
 
 X = torch.randn(2, 4)
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import polyamp
 
+pytestmark = pytest.mark.slow
+
 X = torch.ones(3, 8)
 FEW = 40  # objects of Dynamo's own for each capture: sources, metrics of the last compilations
 KINDS = {"FakeTensor", "FakeTensorMode", "ShapeEnv", "SymNode", "Program", "Rewritten", "_Explainer", "Linear"}

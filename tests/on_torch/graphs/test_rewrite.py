@@ -18,6 +18,8 @@ import polyamp
 from polyamp.backends.torch.graphs.rewrite import Rewritten, rewrite
 from support.torch_cases import GPT, MODELS, ConvNet, case, mlp
 
+pytestmark = pytest.mark.slow
+
 POLICIES = {"mixed_bfloat16": 2.0**-8, "mixed_float16": 2.0**-11}  # and the rounding error of their formats
 
 

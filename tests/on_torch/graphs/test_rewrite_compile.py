@@ -17,6 +17,8 @@ from polyamp.backends.torch.graphs.rewrite import rewrite
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from support.torch_cases import case, mlp
 
+pytestmark = pytest.mark.slow
+
 X = torch.ones(3, 8)
 
 

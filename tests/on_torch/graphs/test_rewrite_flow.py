@@ -332,6 +332,7 @@ def kept(run: Callable[..., Any], x: Tensor) -> int:
     return sum(size for size, _ in found.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("low", FORMATS)
 @pytest.mark.parametrize("make", [cnn, transformer, lstm])
 def test_gradients_are_as_exact_as_those_of_native_autocast(
@@ -352,6 +353,7 @@ def test_gradients_are_as_exact_as_those_of_native_autocast(
     assert ours_all <= 1.05 * native_all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [cnn, transformer, lstm])
 def test_no_more_is_kept_for_the_backward_pass_than_natively(make: Callable[[], tuple[nn.Module, Tensor]]) -> None:
     torch.manual_seed(0)

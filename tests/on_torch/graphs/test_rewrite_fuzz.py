@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from polyamp.backends.torch.graphs.rewrite import rewrite
+
+pytestmark = pytest.mark.slow
 
 SIZE = 4
 P = torch.eye(SIZE)[[2, 0, 3, 1]]  # a product with it moves columns

@@ -99,6 +99,7 @@ def test_places_are_module_paths_and_lines() -> None:
     assert any(place.startswith("layers.1.qkv torch_cases.py:") and place.endswith("(forward)") for place in places)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "found"),
     [("layers.*.second_norm", 2), ("layers/1/norm", 1), ("norm", 3), ("layer_norm", 5), ("layers.0.*", 2)],

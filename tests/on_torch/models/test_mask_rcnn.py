@@ -22,6 +22,8 @@ from models.on_torch.mask_rcnn import SMALL, MaskRCNN
 from models.on_torch.roi_align import roi_align
 from models.on_torch.training import seeded
 
+pytestmark = pytest.mark.slow
+
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
 

@@ -20,6 +20,8 @@ from models import big_lstm as task
 from models.data import Data, pairs, sentences, utterances
 from models.on_torch.training import batches, fit, seeded
 
+pytestmark = pytest.mark.slow
+
 DATA: dict[str, Callable[[], Data]] = {
     "bert": lambda: sentences(16),
     "jasper": lambda: utterances(2, 60),

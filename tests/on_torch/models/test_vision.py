@@ -20,6 +20,8 @@ from models.data import images
 from models.on_torch.training import batches, fit, seeded
 from models.on_torch.vision import loss_of
 
+pytestmark = pytest.mark.slow
+
 PUBLISHED = {
     "alexnet": 61_100_840,
     "vgg16": 138_357_544,

@@ -12,6 +12,8 @@ from hypothesis import settings
 from support.forked_ranks import outputs
 from support.killed_runs import RANKS, STEPS, Kill, Line, launch, logs
 
+pytestmark = pytest.mark.slow
+
 SEEDS = range(settings().max_examples // 25)  # one by default, twelve under --hypothesis-profile=nightly
 KINDS = [kind for kind in RANKS if len(SEEDS) > 1 or kind != "fsdp"]  # saving in the background asks for more
 

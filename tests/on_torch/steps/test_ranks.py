@@ -15,6 +15,8 @@ import polyamp
 from polyamp.backends.torch import LossScaledOptimizer
 from polyamp.backends.torch.steps.ranks import Overflowed, any_rank, has_peers
 
+pytestmark = pytest.mark.slow
+
 LAUNCH = """
 import os, sys
 import pytest, torch.distributed.checkpoint.state_dict, torch.distributed.fsdp, polyamp.backends.torch

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from support.forked_ranks import outputs, run_ranks
 from support.resharded_runs import RANKS, reshard
+
+pytestmark = pytest.mark.slow
 
 
 def test_checkpoints_are_read_over_other_meshes(tmp_path: Path) -> None:

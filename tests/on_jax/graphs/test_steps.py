@@ -85,11 +85,14 @@ def with_a_jit_inside(step: Any) -> Any:
 
 
 FORMS = [lambda step: step, jitted, jitted_and_called, with_a_jit_inside]
-forms = pytest.mark.parametrize("form", FORMS, ids=["plain", "jitted", "jitted and called", "a jit inside"])
 
 
-@forms
-@pytest.mark.parametrize("differentiate", [scaled, scaled_by_hand, times_scale])
+steps = pytest.mark.parametrize(
+    ("differentiate", "form"), [*((scaled, form) for form in FORMS), (scaled_by_hand, jitted), (times_scale, jitted)]
+)
+
+
+@steps
 def test_the_documented_step_is_explained_as_it_runs(differentiate: Any, form: Any) -> None:
     plan = polyamp.explain(form(step_of(differentiate)), *arguments(), policy=POLICY)
     products = [op for op in plan.operations if op.name == "matmul"]
@@ -106,8 +109,7 @@ def test_the_documented_step_is_explained_as_it_runs(differentiate: Any, form: A
     assert plan.unused_rules == ()
 
 
-@forms
-@pytest.mark.parametrize("differentiate", [scaled, scaled_by_hand, times_scale])
+@steps
 def test_lint_finds_nothing_in_the_documented_step(differentiate: Any, form: Any) -> None:
     assert codes(form(step_of(differentiate)), *arguments()) == []
     assert codes(form(step_of(differentiate, by="apply_gradients")), *arguments()) == []
@@ -145,9 +147,14 @@ def test_a_step_in_a_loop_counts_its_turns() -> None:
     assert codes(steps, *arguments()[:2], jnp.stack([X] * 3)) == []
 
 
-@forms
-@pytest.mark.parametrize("differentiate", [unscaled, in_float32])
-@pytest.mark.parametrize("by", ["update", "apply_gradients"])
+@pytest.mark.parametrize(
+    ("by", "differentiate", "form"),
+    [
+        *(("update", unscaled, form) for form in FORMS),
+        ("apply_gradients", unscaled, jitted),
+        ("update", in_float32, jitted),
+    ],
+)
 def test_a_step_that_does_not_scale_is_found(by: str, differentiate: Any, form: Any) -> None:
     step = step_of(differentiate, by=by)
     (finding,) = polyamp.lint(form(step) if form is not jitted_and_called else step, *arguments(), policy=POLICY).errors
@@ -184,8 +191,7 @@ def test_clipping_of_scaled_gradients_is_found(name: str) -> None:
     tx = {"named_chain": optax.named_chain(("clip", optax.clip(1.0)), ("own", TX))}.get(name)
     chained = tx or (optax.chain(optax.clip(1.0), TX) if name.startswith(("clip", "adaptive")) else TX)
     step = CLIPPED[name]()
-    for form in (step, jax.jit(step)):
-        assert codes(form, *arguments(chained)) == ["clipped-scaled"]
+    assert codes(jax.jit(step), *arguments(chained)) == ["clipped-scaled"]
 
 
 def average(grads: Any) -> Any:

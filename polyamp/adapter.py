@@ -32,6 +32,17 @@ if TYPE_CHECKING:
     from polyamp.policies import Policy
 
 
+UPDATE_SCOPE = "polyamp_update"
+"""The name scope of unscaling, clipping and the optimizer's arithmetic. A rewrite leaves them as written.
+
+>>> f"train/{UPDATE_SCOPE}/adam/mul".split("/")
+['train', 'polyamp_update', 'adam', 'mul']
+"""
+
+FINITE = "polyamp_finite"
+"""The name of the scalar boolean that decides whether a step is applied."""
+
+
 @runtime_checkable
 class Adapter(Registered, Protocol):
     """Everything that a framework's adapter must have; see `polyamp.registry.Registered` for the rest."""

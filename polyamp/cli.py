@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import platform
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,8 +23,7 @@ from polyamp import registry
 from polyamp.commands import diagnosis
 from polyamp.commands import run as running
 from polyamp.commands.parity import parity
-from polyamp.doctor import examine
-from polyamp.errors import PolyampError
+from polyamp.errors import MissingFrameworkError, PolyampError
 from polyamp.refusals import missing
 
 if TYPE_CHECKING:
@@ -57,6 +57,25 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
         _print_diagnosis(found)
     if found["problem"]:
         raise typer.Exit(1)
+
+
+def examine() -> dict[str, Any]:
+    """Load every adapter and ask it to describe itself; for a missing framework, report how to install it."""
+    names = registry.names()
+    return {
+        "polyamp": polyamp.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.platform()}, {os.cpu_count()} cores",
+        "problem": None if names else f"{registry.UNREGISTERED}. To do: {registry.INSTALL}",
+        "frameworks": {name: _examine(name) for name in names},
+    }
+
+
+def _examine(name: str) -> dict[str, Any]:
+    try:
+        return {"installed": True, **registry.adapter_named(name).describe()}
+    except MissingFrameworkError as error:
+        return {"installed": False, "why": str(error)}
 
 
 def _print_diagnosis(found: dict[str, Any]) -> None:
@@ -99,9 +118,7 @@ def demo(
     if not registry.names():
         raise registry.unregistered(where="polyamp demo")
     if not adapters:
-        raise polyamp.errors.MissingFrameworkError(
-            "no framework to train in", where="polyamp demo", fix='pip install "polyamp[all]"'
-        )
+        raise MissingFrameworkError("no framework to train in", where="polyamp demo", fix='pip install "polyamp[all]"')
     done = _train(digits, adapters, digits.digits_task(steps))
     console.print(demo_table(done))
     if json_file:

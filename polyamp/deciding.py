@@ -53,7 +53,7 @@ class Decider:
         return self._flows[key]
 
     def constant(self, *magnitudes: float) -> Value:
-        """Return the facts about a constant in the policy's compute format; see `polyamp.values.constant`."""
+        """Return the facts about a constant in the policy's compute format; see `polyamp.flow.constant`."""
         if magnitudes not in self._constants:
             self._constants[magnitudes] = constant(magnitudes, self.compute)
         return self._constants[magnitudes]

@@ -7,33 +7,76 @@ results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from polyamp.formats import format_of
-from polyamp.norms import normalizes, statistic
 from polyamp.operations import OPERATIONS
 from polyamp.rules import TABLE, Decision
-from polyamp.values import CARRIED, INPUT, ROLES, STATES, WEAK, Value, constant
-
-__all__ = [
-    "AS_WRITTEN",
-    "CARRIED",
-    "INPUT",
-    "NO_FLOATS",
-    "ROLES",
-    "STATES",
-    "WEAK",
-    "Flow",
-    "Value",
-    "constant",
-    "flow",
-    "specific",
-]
 
 AS_WRITTEN = "as written"
 NO_FLOATS = "no floating-point input"
 """The reason for an operation that needs no decision."""
+
+# --- values: what is known of each ------------------------------------------------------------------------------------
+
+STATES: dict[str, str] = {
+    "weak": "float32 only because it was declared so: a parameter, a constant",
+    "input": "float32 data of the user's: a mask, labels, targets, positions",
+    "low": "in the compute format",
+    "strong": "float32 because full work made it",
+    "other": "of another type, which the user chose: float64, 16 bits of the user's own, complex",
+}
+
+ROLES: dict[str, str] = {
+    "sum": "a strong value: a sum over axes",
+    "statistic": "a strong value: a mean, or what was computed of statistics alone",
+    "root": "a strong value: the root of a statistic, such as a norm or a standard deviation",
+    "reciprocal root": "a strong value: one over such a root",
+    "normalized": "a low value that is still held in float32, between a norm's mean and the end of its affine part",
+    "saturated": "a low value: a function that comes close to 0 or 1 and stays there, such as a sigmoid, or 1 minus it",
+    "pointwise": "a low value: a cheap function of one low value, such as abs",
+}
+
+
+class Value(NamedTuple):
+    """The facts that the flow rule records about one floating value."""
+
+    state: str = "weak"  # one of `STATES`
+    # the canonical operation, or the declared type, that the state comes from; empty for a ``weak`` value
+    maker: str = ""
+    unfit: str = ""  # why the compute format cannot hold the value; empty if it can
+    role: str = ""  # one of `ROLES`, or empty
+
+
+WEAK = Value()
+INPUT = Value("input")
+CARRIED = Value("strong", "a loop")
+"""A float32 value that a loop carries over its iterations. It may be a sum, which in 16 bits loses small terms."""
+
+
+def constant(magnitudes: Iterable[float], compute: str) -> Value:
+    """Return the facts about a constant."""
+    target = format_of(compute)
+    unfit = next((magnitude for magnitude in magnitudes if not target.holds(magnitude)), None)
+    if unfit is None:
+        return Value()
+    if target.is_one(abs(unfit)):
+        return Value(unfit=f"constant {unfit:.8g} is 1 in {target.name}")
+    return Value(unfit=f"constant {unfit:.4g} is {'beyond' if abs(unfit) > 1 else 'lost in'} {target.name}")
+
+
+def magnitude(values: Any) -> float:
+    """Return the number that a format must hold: a scalar itself, or the largest finite magnitude in an array."""
+    import numpy
+
+    array = numpy.asarray(values)
+    if array.size == 1:
+        return float(array.reshape(()))
+    return float(numpy.max(numpy.abs(array), initial=0, where=numpy.isfinite(array)))
+
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
 
 _SATURATING = frozenset({"sigmoid", "tanh", "erf"})
 _POINTWISE = frozenset(
@@ -65,16 +108,17 @@ def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: s
     """Decide one operation. Pure: the same arguments give the same answer in every framework."""
     # The classes of operations:
     #
-    # - ``lower`` returns low values, and ``full`` returns strong ones. - ``inner`` returns a low value if its first
-    # input is low or strong, else a value as declared. An average pool is the exception: it returns what ``follow``
-    # does if its data are strong or the user's. - ``follow`` and ``neutral`` run in float32 if any input is strong, or
-    # if a low value meets one of the user's inputs; else in the compute format if any input is low; else as declared. -
-    # ``promote`` runs in the format of its widest input.
+    # - ``lower`` returns low values, and ``full`` returns strong ones.
+    # - ``inner`` returns a low value if its first input is low or strong, else a value as declared. An average pool is
+    #   the exception: it returns what ``follow`` does if its data are strong or the user's.
+    # - ``follow`` and ``neutral`` run in float32 if any input is strong, or if a low value meets one of the user's
+    #   inputs; else in the compute format if any input is low; else as declared.
+    # - ``promote`` runs in the format of its widest input.
     #
     # Exceptions: an input that the compute format cannot hold forces float32, and so does the result of moving or
     # multiplying such an input. An operation that is ``full`` only because of its range is ``full`` only in formats
     # with a range narrower than that of float32. A norm that is written out returns low values, but is computed in
-    # float32 (`polyamp.norms`).
+    # float32 (see the end of this file).
     #
     # Source: the classes are those of `polyamp.operations`. TensorFlow's pass also distinguishes values that are
     # float32 by declaration from values that need float32: it paints a whole graph
@@ -212,3 +256,75 @@ _CLASSES: dict[str, Callable[[str, Decision, Sequence[Value]], _Choice]] = {
     "follow": _follow,
     "neutral": _follow,
 }
+
+
+# --- norms that a program writes out ----------------------------------------------------------------------------------
+#
+# Recognise norms that a program writes out as sums, roots and products, for the flow rule.
+#
+# A layer norm by hand is ``(x - mean(x)) * rsqrt(variance(x) + eps) * scale + bias``. Its mean and variance are full
+# work. Everything after full work would be float32, and since norms are everywhere, this would be the whole network.
+# But the results of a norm are near one, so 16 bits can hold them. Each value therefore has a role (`ROLES`) that is
+# found step by step:
+#
+# ==================================  ======================================
+# ``m = mean(x)``                     ``statistic``
+# ``v = mean(square(x)) - m * m``     ``statistic``
+# ``r = rsqrt(v + eps)``              ``reciprocal root``
+# ``y = x - m``                       ``normalized``: computed in float32
+# ``z = y * r * scale + bias``        ``normalized``: still in float32
+# ``relu(z)``                         takes ``z`` rounded, once
+# ==================================  ======================================
+#
+# Two kinds of results stay strong, because they may be much larger than one: a low value times a statistic that is
+# not a reciprocal root, which reverses a norm; and a value minus a sum, or minus the logarithm of a sum, as in a cross
+# entropy that a program writes out.
+
+_REDUCTIONS = {"sum": "sum", "mean": "statistic", "variance": "statistic", "norm": "root"}
+_STATISTICS = frozenset({"sum", "statistic", "root", "reciprocal root"})
+_ROOTS = {"sqrt": "root", "rsqrt": "reciprocal root"}
+_INVERSES = {"root": "reciprocal root", "reciprocal root": "root"}
+_MOVES = frozenset({"reshape", "broadcast", "identity"})  # those that cost nothing, in float32 too
+_KEEPING = _MOVES | {"add", "sub", "maximum", "minimum", "clip", "where", "transpose", "slice", "gather", "tile", "neg"}
+_AFFINE = frozenset({"add", "sub", "mul", "div"})
+
+
+def statistic(operation: str, inputs: Sequence[Value]) -> str:
+    """Return the role of a float32 result if it is a statistic; else an empty string."""
+    if operation in _REDUCTIONS:
+        return _REDUCTIONS[operation]
+    roles = [value.role for value in inputs if value.role in _STATISTICS]
+    if any(value.role not in _STATISTICS and value.state != "weak" for value in inputs):
+        return ""
+    if operation == "rsqrt":  # also of a parameter: the variance that a norm stores for inference is a parameter
+        return "reciprocal root"
+    if not roles:
+        return ""
+    if operation in _ROOTS:
+        return _ROOTS[operation]
+    if operation == "reciprocal" or (operation == "div" and not inputs[0].role):
+        return _INVERSES.get(roles[0], "statistic")
+    if operation in _KEEPING and len(set(roles)) == 1:
+        return roles[0]
+    if operation in ("mul", "div") and len(roles) == 1:  # by a number, which turns a sum into a mean
+        return roles[0] if roles[0] in _INVERSES else "statistic"
+    return "statistic" if operation in _KEEPING | _AFFINE | {"square", "squared_difference", "abs"} else ""
+
+
+def normalizes(operation: str, inputs: Sequence[Value], gradient: bool = False) -> bool:
+    """Return whether an operation is part of a norm that is written out. Its result is low, but kept in float32."""
+    low = [value for value in inputs if value.state == "low"]
+    statistics = [value for value in inputs if value.role in _STATISTICS]
+    others = [value for value in inputs if value.state != "low" and value.role not in _STATISTICS]
+    if not low or any(value.state != "weak" for value in others) or (operation == "div" and inputs[0].state != "low"):
+        return False
+    begun = all(value.role == "normalized" for value in low)
+    if not statistics:
+        alone = len(low) == 1 or (gradient and operation in ("add", "sub"))
+        return begun and alone and operation in _AFFINE | _MOVES
+    many = gradient and operation in ("add", "sub")  # sums the gradients of the data and of its statistics
+    if (len(low) > 1 and not many) or operation not in _AFFINE:
+        return False
+    role = statistics[0].role
+    allowed = {"mul": role == "reciprocal root", "div": True, "sub": role != "sum", "add": begun and role != "sum"}
+    return gradient or allowed[operation]

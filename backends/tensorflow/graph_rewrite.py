@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.adapter import UPDATE_SCOPE
 from polyamp.backends.tensorflow.autocast.context import autocast_everywhere, is_everywhere
 from polyamp.backends.tensorflow.graphs.graph import Node
 from polyamp.backends.tensorflow.graphs.kernels import lowerable
@@ -22,7 +23,6 @@ from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import is_in_control_flow, replace_input
 from polyamp.errors import InvalidTypeError, warn_once
 from polyamp.loss_scale import LossScale
-from polyamp.markers import UPDATE_SCOPE
 from polyamp.operations import OPERATIONS as TABLE
 from polyamp.policies import policy
 from polyamp.validation import is_number, shown

@@ -14,7 +14,7 @@ import pytest
 
 import polyamp
 from polyamp import registry
-from polyamp.doctor import examine
+from polyamp.cli import examine
 from support.other_python import python_without
 
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from polyamp.flow import Flow, Value, constant, flow, specific
-from polyamp.norms import normalizes, statistic
+from polyamp.flow import Flow, Value, constant, flow, normalizes, specific, statistic
 from polyamp.rules import Rule, decide
 from support.flow_cases import COMPUTE, INPUT, LOW, STRONG, WEAK, by_table
 

@@ -29,10 +29,9 @@ from polyamp.backends.jax.graphs.sameness import note_same
 from polyamp.backends.jax.operations import canonical
 from polyamp.deciding import Decider
 from polyamp.errors import UnsupportedError
-from polyamp.flow import INPUT, WEAK, Value
+from polyamp.flow import INPUT, WEAK, Value, magnitude
 from polyamp.policies import Policy
 from polyamp.rules import decide
-from polyamp.values import magnitude
 
 
 class Interpreter:

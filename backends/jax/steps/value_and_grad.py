@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyamp.agreement import report_missing_scale
 from polyamp.backends.jax.autocast.function import in_float32, run_autocasted
 from polyamp.backends.jax.dtypes import is_array, is_traced
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
@@ -22,7 +21,7 @@ from polyamp.loss_scale_reports import report_nonfinite_loss
 from polyamp.policies import Policy, current_policy
 from polyamp.policies import policy as make_policy
 from polyamp.refusals import no_loss
-from polyamp.reports import chosen_policy
+from polyamp.reports import chosen_policy, report_missing_scale
 
 
 def value_and_grad(

@@ -20,7 +20,6 @@ from weakref import WeakSet
 import keras
 
 from polyamp import registry
-from polyamp.agreement import report_missing_scale
 from polyamp.backends.keras.layers.policies import own_policy
 from polyamp.backends.keras.unstable import is_part_of_a_model
 from polyamp.dispatch import IS_LOWERING
@@ -28,6 +27,7 @@ from polyamp.errors import warn_once
 from polyamp.formats import format_of
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
+from polyamp.reports import report_missing_scale
 
 _ADAPTERS = "polyamp.backends."
 _REMEDY = "gradients in float16 underflow. Compile it with polyamp.wrap_optimizer(optimizer, policy)."

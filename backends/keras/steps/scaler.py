@@ -9,13 +9,13 @@ import keras
 from keras import ops
 from keras.backend import standardize_dtype
 
-from polyamp.agreement import report_missing_scale
 from polyamp.backends.keras.backend import platform_of, value_of
 from polyamp.backends.keras.dtypes import is_sixteen_bit
 from polyamp.backends.keras.steps.gradients import unscaled
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.loss_scale_reports import report_limits, report_nonfinite_loss
 from polyamp.refusals import NONFINITE_LOSS, no_loss
+from polyamp.reports import report_missing_scale
 
 _UNKNOWN = LossScaleState(*[None] * len(LossScaleState._fields))
 _NAMES = (  # the first two are Keras' names, for the variables that its LossScaleOptimizer has too

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 from keras import ops
 
+from polyamp.adapter import FINITE, UPDATE_SCOPE
 from polyamp.backends.keras.backend import builds_graph, in_strategy, platform_of
-from polyamp.markers import FINITE, UPDATE_SCOPE
 
 
 def update_if(finite: Any, update: Callable[[Sequence[Any]], None], grads: Sequence[Any], variables: list[Any]) -> None:

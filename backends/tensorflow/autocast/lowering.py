@@ -15,13 +15,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.adapter import UPDATE_SCOPE
 from polyamp.backends.tensorflow import unstable
 from polyamp.backends.tensorflow.devices import report_slow
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, NodeDef
 from polyamp.backends.tensorflow.graphs.kernels import default_device, lowerable
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import Parameter
-from polyamp.markers import UPDATE_SCOPE
 from polyamp.operations import OPERATIONS as TABLE
 from polyamp.reports import report_nothing_lowered, report_unused
 from polyamp.rules import Rule, decide

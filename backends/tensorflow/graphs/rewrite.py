@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.agreement import traced_for
 from polyamp.backends.tensorflow.devices import report_slow
 from polyamp.backends.tensorflow.graphs.capture import FUNCTION, concrete_of, name_of
 from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass
@@ -30,7 +29,7 @@ from polyamp.plan import Plan
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.refusals import not_traced
-from polyamp.reports import NO_PRODUCTS, report_nothing_lowered, report_refused, report_unused
+from polyamp.reports import NO_PRODUCTS, report_nothing_lowered, report_refused, report_unused, traced_for
 
 _PLANS = "_polyamp_plans"  # an attribute of a rewritten function's Python function, which bound methods share
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from polyamp.adapter import UPDATE_SCOPE
 from polyamp.backends.tensorflow.graphs.decisions import Pass
 from polyamp.backends.tensorflow.graphs.dependence import Dependence
 from polyamp.backends.tensorflow.graphs.graph import Node
 from polyamp.backends.tensorflow.graphs.places import Places
 from polyamp.backends.tensorflow.graphs.update import backward_pass, is_gradient
-from polyamp.markers import UPDATE_SCOPE
 
 SCALES = ("loss_scale", "dynamic_scale")
 """Names of the variables that hold a loss scale: in polyamp, and in Keras' optimizers."""

@@ -14,9 +14,8 @@ from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, Node, cl
 from polyamp.backends.tensorflow.graphs.kernels import lowerable
 from polyamp.backends.tensorflow.graphs.lists import CREATING, VARIANT, holds_float32, is_item
 from polyamp.backends.tensorflow.graphs.values import Known, value_of_cast
-from polyamp.flow import CARRIED, WEAK, Flow
+from polyamp.flow import CARRIED, WEAK, Flow, magnitude
 from polyamp.rules import TABLE
-from polyamp.values import magnitude
 
 
 def _constant(decisions: Pass, node: Node) -> Decided:

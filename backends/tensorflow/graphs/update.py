@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+from polyamp.adapter import UPDATE_SCOPE
 from polyamp.backends.tensorflow.graphs.graph import FLOATING, Graph, Node
-from polyamp.markers import UPDATE_SCOPE
 
 One = TypeVar("One", bound=Hashable)
 _GRADIENT_SCOPE = re.compile(r"gradient_tape|gradients(_\d+)?")

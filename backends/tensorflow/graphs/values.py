@@ -15,9 +15,8 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, Node
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.deciding import Decider
-from polyamp.flow import CARRIED, INPUT, WEAK, Value
+from polyamp.flow import CARRIED, INPUT, WEAK, Value, magnitude
 from polyamp.operations import OPERATIONS as TABLE
-from polyamp.values import magnitude
 
 BOOL: int = tf.bool.as_datatype_enum
 _RESOURCES = (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.markers import FINITE, UPDATE_SCOPE
+from polyamp.adapter import FINITE, UPDATE_SCOPE
 
 
 def update_scope() -> AbstractContextManager[Any]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.agreement import report_missing_scale
 from polyamp.backends.tensorflow.steps.gradients import (
     SIXTEEN_BIT,
     all_finite,
@@ -27,6 +26,7 @@ from polyamp.loss_scale_reports import report_limits, report_nonfinite_loss
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.refusals import NONFINITE_LOSS, no_loss
+from polyamp.reports import report_missing_scale
 from polyamp.result import StepResult
 from polyamp.validation import check_master_weights, kind_of, norm_limit
 

@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from polyamp.adapter import FINITE
 from polyamp.backends.tensorflow.graphs.graph import Graph, Node, NodeDef
-from polyamp.markers import FINITE
 
 _DECISION = re.compile(rf"(.*/)?{FINITE}(_\d+)?")
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.agreement import report_missing_scale
 from polyamp.backends.torch.autocast.context import LAST
 from polyamp.backends.torch.recording.hooks import is_recorded
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
 from polyamp.backends.torch.unstable import before_clipping
+from polyamp.reports import report_missing_scale
 
 
 def check_scaled(optimizer: WrappedOptimizer) -> None:

@@ -26,18 +26,12 @@ FORMS = 'a step; (step, *arguments); or {"step": step, "args": (...), "optimizer
 
 @dataclass(frozen=True)
 class Target:
-    """The arguments for a verb.
+    """The arguments for a verb."""
 
-    Attributes:
-        step: the first argument: a step, or a training function.
-        args, kwargs: the step's own arguments.
-        options: keyword arguments of verbs, by name.
-    """
-
-    step: Any
-    args: tuple[Any, ...] = ()
+    step: Any  # the first argument: a step, or a training function
+    args: tuple[Any, ...] = ()  # the step's own arguments
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of verbs, by name
 
     def call(self, verb: Callable[..., Any], **given: Any) -> Any:
         """Call a verb with the arguments that it accepts. Values in ``given`` take precedence, unless they are None."""
@@ -47,14 +41,16 @@ class Target:
 
 
 def step_of(text: str) -> Target:
-    """Return the step that ``package.module:function`` returns, or is.
-
-    Raises:
-        InvalidTypeError: the function, or its result, has none of the allowed forms.
-        InvalidValueError: the module or the function does not exist.
-    """
+    """Return the step that ``package.module:function`` returns, or is."""
     function = load(text)
-    _check_callable_without_arguments(function, text)
+    if _takes_arguments(function):
+        raise InvalidTypeError(
+            "this function takes arguments, which the command line cannot know",
+            where=text,
+            found=f"{text.partition(':')[2]}{inspect.signature(function)}",
+            allowed=f"a function without arguments that returns {FORMS}",
+            fix="write a function that makes the step and a batch and returns (step, *arguments)",
+        )
     made = function()
     if isinstance(made, Mapping):
         return _of_mapping(made, "step", text)
@@ -64,11 +60,7 @@ def step_of(text: str) -> Target:
 
 
 def training_of(text: str) -> Target:
-    """Return the training function: ``package.module:function`` if it takes arguments, else its result.
-
-    Raises:
-        InvalidTypeError, InvalidValueError: as `step_of` does.
-    """
+    """Return the training function: ``package.module:function`` if it takes arguments, else its result."""
     function = load(text)
     if _takes_arguments(function) or "seed" in _parameters_of(function):  # which may have a default
         return Target(function)
@@ -83,12 +75,7 @@ def training_of(text: str) -> Target:
 
 
 def load(text: str) -> Callable[..., Any]:
-    """Load the object that ``package.module:function`` names. Modules in the current directory are found first.
-
-    Raises:
-        InvalidTypeError: it is not callable.
-        InvalidValueError: the text has another form, or the module or function does not exist.
-    """
+    """Load the object that ``package.module:function`` names. Modules in the current directory are found first."""
     module_name, _, path = text.partition(":")
     is_module = all(part.isidentifier() for part in module_name.split(".")) and not module_name.endswith(".py")
     if not (is_module and path):
@@ -97,7 +84,9 @@ def load(text: str) -> Callable[..., Any]:
     found = _module(module_name, text)
     for name in path.split("."):
         if not hasattr(found, name):
-            raise _unknown(f"{module_name} has no {path}", text, _functions_in(found))
+            functions = [key for key, value in vars(found).items() if inspect.isfunction(value) and key[0] != "_"]
+            allowed = f"one of its functions: {', '.join(functions) or 'it has none'}"
+            raise _unknown(f"{module_name} has no {path}", text, allowed)
         found = getattr(found, name)
     if not callable(found):
         raise _bad_form(text, found, "a function")
@@ -148,22 +137,6 @@ def _parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramet
         return inspect.signature(function).parameters
     except ValueError:  # builtins
         return {}
-
-
-def _check_callable_without_arguments(function: Callable[..., Any], text: str) -> None:
-    if _takes_arguments(function):
-        raise InvalidTypeError(
-            "this function takes arguments, which the command line cannot know",
-            where=text,
-            found=f"{text.partition(':')[2]}{inspect.signature(function)}",
-            allowed=f"a function without arguments that returns {FORMS}",
-            fix="write a function that makes the step and a batch and returns (step, *arguments)",
-        )
-
-
-def _functions_in(found: Any) -> str:
-    names = [name for name, value in vars(found).items() if inspect.isfunction(value) and not name.startswith("_")]
-    return f"one of its functions: {', '.join(names) or 'it has none'}"
 
 
 def _unknown(what: str, text: str, allowed: str) -> InvalidValueError:

@@ -48,21 +48,11 @@ FINDINGS = {
 
 @dataclass(frozen=True)
 class Health(Report):
-    """The result of `polyamp.health`: counters of the loss scale and their meaning. Prints as one line.
+    """The result of `polyamp.health`: counters of the loss scale and their meaning. Prints as one line."""
 
-    >>> state = LossScaleState(2.0**15, 1310, 1, 0, 9, 10240, 4, 7, 8930, 2.0**16)
-    >>> print(Health(LossScale(), state))
-    steps 10,240  skipped 9 (7 calibrating, 2 periodic)  scale 2^15  last growth 1,310 steps ago  margin +1.0 bits  ok
-
-    Args:
-        settings: the settings of the loss scale.
-        counters: its state, as Python numbers.
-        probe: the result of `polyamp.probe` for this model; the scale is then compared with its window.
-    """
-
-    settings: LossScale
-    counters: LossScaleState
-    probe: Probe | None = None
+    settings: LossScale  # the settings of the loss scale
+    counters: LossScaleState  # its state, as Python numbers
+    probe: Probe | None = None  # of this model; the scale is then compared with its window
 
     @property
     def steps(self) -> int:
@@ -76,10 +66,7 @@ class Health(Report):
 
     @property
     def calibrating(self) -> int:
-        """Return the number of steps skipped before the scale first grew. They are expected: the first scale is high.
-
-        For a fixed scale this is 0.
-        """
+        """Return the number of steps skipped before the scale first grew, since the first scale is high."""
         return int(self.counters.calibrating) if self.settings.dynamic else 0
 
     @property
@@ -109,27 +96,15 @@ class Health(Report):
 
     @property
     def margin(self) -> float | None:
-        """Return by how many powers of two the scale is below the smallest scale known to be too large.
-
-        That is the upper edge of the probed window, else the scale that overflowed last. None if neither is known.
-        """
+        """Return by how many powers of two the scale is below the smallest scale known to be too large, if one is."""
+        # That is the upper edge of the probed window, else the scale that overflowed last.
         window = self.probe.window if self.probe is not None else None
         too_much = float(self.counters.overflow_scale) if window is None else window.high
         return math.log2(too_much / self.scale) if too_much > 0 else None
 
     @property
     def state(self) -> State:
-        """Return the most serious state that applies.
-
-        In this order:
-
-        - ``"spiral"``: more steps in a row are skipped than a growth, or the search for the first scale, explains.
-        - ``"frozen"`` at the smallest scale: it cannot back off any more.
-        - ``"underflowing"``: the scale is too small to keep gradients: below the probed window, else below 1.
-        - ``"calibrating"``: the scale has not grown yet; it may be coming down from its first value.
-        - ``"frozen"`` at the largest scale: it cannot grow any more.
-        - ``"ok"``.
-        """
+        """Return the most serious state that applies, in the order of `_judged`."""
         return self._judged[0]
 
     @property
@@ -144,20 +119,12 @@ class Health(Report):
 
     @property
     def finding(self) -> str:
-        """Return what to do, as a sentence.
-
-        >>> Health(LossScale(), LossScale().initial_state()).finding
-        'The scale is still being adjusted: skipped steps are normal until it grows for the first time.'
-        """
+        """Return what to do, as a sentence."""
         limit = "min" if self._frozen_at_min else "max"
         return FINDINGS[f"frozen at {limit}" if self.state == "frozen" else self.state]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the health as JSON values.
-
-        >>> Health(LossScale.fixed(8), LossScale.fixed(8).initial_state()).as_dict()["state"]
-        'ok'
-        """
+        """Return the health as JSON values, such as a logger takes."""
         names = ("state", "why", "finding", "alarming", "steps", "skipped", "calibrating", "periodic", "unexpected")
         others = ("skipped_in_a_row", "scale", "last_growth")
         return {**{name: getattr(self, name) for name in (*names, *others)}, "margin": finite(self.margin)}

@@ -40,16 +40,7 @@ _KINDS = {ACTIVATION: "act", GRADIENT: "grad", PARAMETER: "param"}
 
 @dataclass(frozen=True)
 class Probe(Report):
-    """The result of `polyamp.probe`. Prints as a table with a text histogram of each tensor that matters.
-
-    >>> from polyamp.diagnosis.spread import Spread
-    >>> spread = Spread.of([2.0**-25, 2.0**-12, 0.0])
-    >>> logits = Observation(GRADIENT, "matmul", "dot", "head", "lower", "float16", (2,), spread)
-    >>> probe = Probe(Recording("jax", "mixed_float16", 1.0, 1.0, True, (logits,)), "float16")
-    >>> probe.window, probe.recommended
-    (Window(2^-13 .. 2^24), LossScale())
-
-    """
+    """The result of `polyamp.probe`. Prints as a table with a text histogram of each tensor that matters."""
 
     RIGHT = (3, 4, 5, 6, 7)
 
@@ -67,11 +58,9 @@ class Probe(Report):
 
     @cached_property
     def window(self) -> Window | None:
-        """Return the safe range of loss scales; empty if no scale suits; None if no gradient is in 16 bits.
-
-        The lower edge is the largest scale that a gradient needs (`NOISE` excludes some). The upper edge is the
-        smallest of the largest scales that the gradients tolerate, less the margin.
-        """
+        """Return the safe range of loss scales; empty if no scale suits; None if no gradient is in 16 bits."""
+        # The lower edge is the largest scale that a gradient needs (`NOISE` excludes some). The upper edge is the
+        # smallest of the largest scales that the gradients tolerate, less the margin.
         if not any(one.spread.largest for one in self.bounding):
             return None
         low = max(map(self.need, self.counting), default=0.0)
@@ -114,11 +103,9 @@ class Probe(Report):
 
     @property
     def recommended(self) -> LossScale:
-        """Return recommended settings: dynamic, starting inside the window; none if no gradient needs a loss scale.
-
-        The start is that of ``LossScale()`` if the window contains it, else the nearest scale in the window. If the
-        window is empty, it is the upper edge: too small a scale loses something, but too large a one skips every step.
-        """
+        """Return recommended settings: dynamic, starting inside the window; none if no gradient needs a loss scale."""
+        # The start is that of ``LossScale()`` if the window contains it, else the nearest scale in the window. If the
+        # window is empty, it is the upper edge: too small a scale loses something, and too large a one skips all.
         window, default = self.window, LossScale()
         if window is None or (format_of(self.format).exponent_bits == 8 and 1.0 in window):
             return LossScale.none()
@@ -160,12 +147,7 @@ class Probe(Report):
         }
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Draw a heat map of all tensors over powers of two, with the format's limits, into an image file.
-
-        Raises:
-            InvalidValueError: the file's ending does not name an image format.
-            MissingFrameworkError: matplotlib is not installed.
-        """
+        """Draw a heat map of all tensors over powers of two, with the format's limits, into an image file."""
         from polyamp.diagnosis.pictures import draw_probe
 
         draw_probe(path, self.recording, format_of(self.format), self.window, self.recommended.init)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from polyamp.errors import InvalidValueError
@@ -43,38 +43,20 @@ def stride(elements: int) -> int:
 
 @dataclass(frozen=True)
 class Spread:
-    """The magnitudes of a tensor's elements, counted by exponent.
+    """The magnitudes of a tensor's elements, counted by exponent."""
 
-    >>> spread = Spread.of([0.0, 2.0**-26, 0.75, -3.0])
-    >>> spread.elements, spread.largest, spread.counts[-26 - LOWEST], spread.flushed("float16")
-    (4, 3.0, 1, 0.25)
-    >>> spread.flushed("float16", scale=2.0)
-    0.0
-
-    Args:
-        elements: number of elements.
-        seen: number of counted elements; fewer if only a sample was counted. ``zeros``, ``counts`` and ``mass`` are of
-            the counted elements, the other numbers of all.
-        zeros: number of zeros.
-        inf: number of infinite elements.
-        nan: number of NaNs.
-        largest: largest finite magnitude; 0.0 if there is none.
-        counts: number of finite, non-zero elements with each exponent from `LOWEST` to `HIGHEST`. Exponent ``e`` means
-            magnitudes from ``2**e`` up to, but not including, ``2**(e + 1)``.
-        mass: sum of the magnitudes of those elements.
-
-    Raises:
-        InvalidValueError: ``counts`` or ``mass`` has the wrong length.
-    """
-
-    elements: int
+    elements: int  # number of elements
+    # number of counted elements; fewer if only a sample was counted. ``zeros``, ``counts`` and ``mass`` are of the
+    # counted elements, the other numbers of all
     seen: int
-    zeros: int
-    inf: int
-    nan: int
-    largest: float
+    zeros: int  # number of zeros
+    inf: int  # number of infinite elements
+    nan: int  # number of NaNs
+    largest: float  # largest finite magnitude; 0.0 if there is none
+    # number of finite, non-zero elements with each exponent from `LOWEST` to `HIGHEST`. Exponent ``e`` means magnitudes
+    # from ``2**e`` up to, but not including, ``2**(e + 1)``
     counts: tuple[int, ...]
-    mass: tuple[float, ...]
+    mass: tuple[float, ...]  # sum of the magnitudes of those elements
 
     def __post_init__(self) -> None:
         if not len(self.counts) == len(self.mass) == HIGHEST - LOWEST + 1:
@@ -111,24 +93,16 @@ class Spread:
         counts: Sequence[float],
         mass: Sequence[float],
     ) -> Spread:
-        """Build a spread from counts made on a device.
-
-        Args:
-            elements, seen, zeros, inf, nan, largest: see `Spread`.
-            counts: `FIELDS` numbers: the elements with each value of the exponent field; zeros are in field 0.
-            mass: `FIELDS` numbers: the sums of their magnitudes. The last of both (inf and NaN) are ignored.
-        """
+        """Build a spread from counts made on a device: `FIELDS` numbers each."""
+        # ``counts`` are the elements with each value of the exponent field, zeros in field 0, and ``mass`` the sums of
+        # their magnitudes. The last of both (inf and NaN) are ignored.
         whole = tuple(round(float(count)) for count in counts[:-1])
         finite_mass = tuple(float(part) for part in mass[:-1])
         largest = float(largest) if math.isfinite(largest) else 0.0
         return cls(elements, seen, zeros, inf, nan, largest, (whole[0] - zeros, *whole[1:]), finite_mass)
 
     def merged(self, other: Spread) -> Spread:
-        """Merge two spreads: the result counts the elements of both.
-
-        >>> Spread.of([1.0]).merged(Spread.of([4.0])).largest
-        4.0
-        """
+        """Merge two spreads: the result counts the elements of both."""
         return Spread(
             self.elements + other.elements,
             self.seen + other.seen,
@@ -141,23 +115,11 @@ class Spread:
         )
 
     def scaled(self, exponent: int) -> Spread:
-        """Return the spread of the same elements times ``2**exponent``, for example to remove a loss scale.
-
-        >>> Spread.of([8.0]).scaled(-3) == Spread.of([1.0])
-        True
-        """
+        """Return the spread of the same elements times ``2**exponent``, for example to remove a loss scale."""
         factor = 2.0**exponent
         mass = _shifted([part * factor for part in self.mass], exponent)
-        return Spread(
-            self.elements,
-            self.seen,
-            self.zeros,
-            self.inf,
-            self.nan,
-            self.largest * factor,
-            tuple(map(round, _shifted(self.counts, exponent))),
-            tuple(mass),
-        )
+        counts = tuple(map(round, _shifted(self.counts, exponent)))
+        return replace(self, largest=self.largest * factor, counts=counts, mass=tuple(mass))
 
     @property
     def is_finite(self) -> bool:
@@ -165,11 +127,9 @@ class Spread:
         return not (self.inf or self.nan)
 
     def flushed(self, format_name: str, scale: float = 1.0) -> float:
-        """Return the share of elements that a format rounds to zero after multiplication by ``scale``, a power of two.
-
-        Zeros do not count, since nothing of them is lost. A magnitude of exactly half the smallest subnormal also
-        rounds to zero but counts as kept, because other magnitudes with its exponent are kept.
-        """
+        """Return the share of elements, times ``scale`` (a power of two), that a format rounds to zero."""
+        # Zeros do not count, since nothing of them is lost. A magnitude of exactly half the smallest subnormal also
+        # rounds to zero but counts as kept, because other magnitudes with its exponent are kept.
         return _share(self.counts[: self._flushed_bins(format_of(format_name), scale)], self.seen)
 
     def lost(self, format_name: str, scale: float = 1.0) -> float:
@@ -177,11 +137,7 @@ class Spread:
         return _share(self.mass[: self._flushed_bins(format_of(format_name), scale)], math.fsum(self.mass))
 
     def headroom(self, format_name: str, scale: float = 1.0) -> float:
-        """Return by how many powers of two the largest magnitude, times ``scale``, can grow before it overflows.
-
-        >>> round(Spread.of([32768.0]).headroom("float16"), 3), Spread.of([0.0]).headroom("float16")
-        (0.999, inf)
-        """
+        """Return by how many powers of two the largest magnitude, times ``scale``, can grow before it overflows."""
         if not self.is_finite:
             return -math.inf
         if not self.largest:
@@ -189,13 +145,7 @@ class Spread:
         return math.log2(format_of(format_name).max) - math.log2(self.largest) - math.log2(scale)
 
     def smallest_scale(self, format_name: str, tolerance: float) -> float:
-        """Return the smallest power of two at which the format loses at most a share ``tolerance`` of the L1 mass.
-
-        0 if all elements are zero.
-
-        >>> Spread.of([2.0**-30]).smallest_scale("float16", 0.001) == 2.0**5
-        True
-        """
+        """Return the smallest power of two at which a format loses at most this share of the L1 mass; 0 for zeros."""
         total, so_far = math.fsum(self.mass), 0.0
         for place, mass in enumerate(self.mass):
             so_far += mass
@@ -204,20 +154,12 @@ class Spread:
         return 0.0
 
     def largest_scale(self, format_name: str) -> float:
-        """Return the largest power of two at which nothing overflows; inf for zeros, 0 if an element is not finite.
-
-        >>> Spread.of([3.0]).largest_scale("float16") == 2.0**14
-        True
-        """
+        """Return the largest power of two at which nothing overflows; inf for zeros, 0 if an element is not finite."""
         room = self.headroom(format_name)
         return 2.0 ** math.floor(room) if math.isfinite(room) else (math.inf if room > 0 else 0.0)
 
     def picture(self, lowest: int = -40, highest: int = 8) -> str:
-        """Return the histogram as a line of text, one character per exponent; elements outside count at the ends.
-
-        >>> Spread.of([2.0**-8] * 9 + [1.0]).picture(-9, 1)
-        ' @       # '
-        """
+        """Return the histogram as a line of text, one character per exponent; elements outside count at the ends."""
         inner = [0] * (highest - lowest + 1)
         for place, count in enumerate(self.counts):
             inner[min(max(place + LOWEST, lowest), highest) - lowest] += count
@@ -225,11 +167,7 @@ class Spread:
         return "".join(_SHADES[_shade(count, most)] for count in inner)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the spread as JSON values; exponents without elements are left out.
-
-        >>> Spread.of([1.0, 1.5]).as_dict()["exponents"]
-        {'0': [2, 2.5]}
-        """
+        """Return the spread as JSON values; exponents without elements are left out."""
         exponents = {str(place + LOWEST): [count, self.mass[place]] for place, count in enumerate(self.counts) if count}
         names = ("elements", "seen", "zeros", "inf", "nan", "largest")
         return {**{name: getattr(self, name) for name in names}, "exponents": exponents}

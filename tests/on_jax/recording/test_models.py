@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +26,7 @@ from support.jax_scenarios import quickly_compiled as quickly_compiled
 pytestmark = pytest.mark.slow
 
 FLOAT16 = polyamp.policy("mixed_float16")
-X, Y = normal(0, 6, 8), normal(1, 6, 3)
+X, Y, KEY = normal(0, 6, 8), normal(1, 6, 3), jax.random.key(0)
 
 
 def record(step: Any, *args: Any, **options: Any) -> Recording:
@@ -45,7 +46,7 @@ class Linen(nn.Module):
 def test_flax_linen_modules_are_places_and_a_train_state_names_its_gradients() -> None:
     model = Linen()
     tx = polyamp.wrap_optimizer(optax.adam(1e-3), FLOAT16)
-    state = TrainState.create(apply_fn=model.apply, params=model.init(jax.random.key(0), X)["params"], tx=tx)
+    state = TrainState.create(apply_fn=model.apply, params=model.init(KEY, X)["params"], tx=tx)
 
     @jax.jit
     def step(state: TrainState, x: jax.Array, y: jax.Array) -> Any:
@@ -118,13 +119,13 @@ def test_an_nnx_step_that_updates_in_place_is_recorded_and_undone(jitted: bool) 
 
 
 def test_an_equinox_module_is_differentiated() -> None:
-    model = eqx.nn.MLP(8, 3, 4, 1, key=jax.random.key(0))
+    model = eqx.nn.MLP(8, 3, 4, 1, key=KEY)
     recording = record(lambda model, x, y: jnp.square(jax.vmap(model)(x) - y).mean(), model, X, Y)
     assert places(recording, PARAMETER) == [f"layers/{i}/{part}" for i in (0, 1) for part in ("weight", "bias")]
 
 
 def test_an_equinox_step_is_recorded() -> None:
-    model = eqx.nn.MLP(8, 3, 4, 1, key=jax.random.key(0))
+    model = eqx.nn.MLP(8, 3, 4, 1, key=KEY)
     tx = optax.sgd(0.1)
 
     @eqx.filter_jit
@@ -157,3 +158,11 @@ def test_every_device_of_a_mapped_step_is_looked_at() -> None:
     (product,) = (one for one in recording.of_kind(ACTIVATION) if one.name == "matmul")
     assert product.spread.elements == 6 * 3
     assert places(recording, PARAMETER) == ["w"]
+
+
+def test_haiku_modules_are_places() -> None:
+    net = hk.transform(lambda x: hk.nets.MLP([4, 3])(x))
+    recording = record(lambda params, x: jnp.square(net.apply(params, None, x)).mean(), net.init(KEY, X), X)
+    products = [one for one in recording.of_kind(ACTIVATION) if one.name == "matmul"]
+    assert [one.where for one in products] == ["mlp/linear_0", "mlp/linear_1"]
+    assert next(recording.of_kind(PARAMETER)).name == "mlp/~/linear_0/b"

@@ -147,16 +147,6 @@ def test_widened_values_neither_overflow_nor_vanish_and_real_ones_do() -> None:
     assert found(record(big, *tiny, widened=False), "matmul")[0].spread.zeros == 8
 
 
-@pytest.mark.parametrize("widened", [True, False])
-def test_the_scale_multiplies_gradients_and_nothing_else(widened: bool) -> None:
-    plain, scaled = (record(loss_fn, PARAMS, X, widened=widened, scale=scale) for scale in (None, 2.0**7))
-    assert scaled.scale == 2.0**7
-    assert scaled.loss == plain.loss
-    back = scaled.unscaled()
-    for one, two in zip(plain.observations, back.observations, strict=True):
-        assert two.spread.largest == pytest.approx(one.spread.largest, rel=2e-3)
-
-
 def test_a_step_with_a_wrapped_optimizer_is_recorded_up_to_its_update() -> None:
     step, opt_state = wrapped_step()
     recording = record(step, PARAMS, opt_state, X)

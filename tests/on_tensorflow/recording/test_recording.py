@@ -21,7 +21,7 @@ from polyamp.backends.tensorflow.recording.record import record
 from polyamp.backends.tensorflow.unstable import function_names
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
 from polyamp.diagnosis.spread import SAMPLE, Spread, stride
-from support.tensorflow_cases import EDGES, TOLERANCE, normal, train_step, variables_like
+from support.tensorflow_cases import EDGES, normal, train_step, variables_like
 
 F16 = polyamp.policy("mixed_float16")
 X, W = normal(6, 8), normal(8, 8, seed=1)
@@ -235,14 +235,6 @@ def test_a_loops_body_is_counted_over_all_its_turns() -> None:
     assert {one.where for one in recording.of_kind(GRADIENT) if one.name == "matmul"} == {"while"}
 
 
-def test_what_overflows_is_seen_in_the_true_formats_alone() -> None:
-    loss_fn, _ = mlp()
-    wide, real = (recorded(loss_fn, X * 1e6, widened=widened) for widened in (True, False))
-    assert named(wide, ACTIVATION, "first/matmul").spread.is_finite
-    assert named(wide, ACTIVATION, "first/matmul").spread.largest > 65504
-    assert not named(real, ACTIVATION, "first/matmul").spread.is_finite
-
-
 def test_what_is_rounded_is_counted_after_that() -> None:
     weight = tf.Variable(W)
     loss_fn = lambda x: tf.reduce_sum(tf.exp(x @ weight))  # noqa: E731
@@ -251,17 +243,6 @@ def test_what_is_rounded_is_counted_after_that() -> None:
     wide = recorded(loss_fn, X, scale=2.0**20)
     assert named(wide, GRADIENT, "mul")[:6] == named(real, GRADIENT, "mul")[:6]
     assert named(wide, GRADIENT, "mul").spread.is_finite
-
-
-@pytest.mark.parametrize("widened", [True, False])
-def test_the_loss_is_multiplied_by_the_scale(widened: bool) -> None:
-    loss_fn, _ = mlp()
-    plain, scaled = recorded(loss_fn, X, widened=widened), recorded(loss_fn, X, widened=widened, scale=1024)
-    assert (plain.scale, scaled.scale) == (1.0, 1024.0)
-    assert scaled.loss == plain.loss
-    assert scaled.observations[-1].spread.largest == pytest.approx(
-        1024 * plain.observations[-1].spread.largest, rel=1e-2
-    )
 
 
 # Whole training steps.
@@ -432,15 +413,3 @@ def test_nothing_is_left_in_the_runtime() -> None:
     recorded(loss_fn, X)
     gc.collect()
     assert len(function_names()) <= before
-
-
-# The core's verbs.
-
-
-@pytest.mark.parametrize("policy", list(TOLERANCE))
-def test_probe_and_diagnose(policy: str) -> None:
-    loss_fn, _ = mlp()
-    probe = polyamp.probe(loss_fn, X, policy=policy)
-    assert probe.window is not None
-    assert polyamp.diagnose(loss_fn, X, policy="mixed_float16", scale=2.0**40).kind == "scale"
-    assert polyamp.diagnose(loss_fn, X * 1e6, policy="mixed_float16").kind == "forward"

@@ -168,14 +168,6 @@ def test_the_code_sees_16_bit_dtypes_while_it_is_widened() -> None:
     assert seen == [torch.float16] * 3
 
 
-def test_a_scale_multiplies_gradients_and_not_the_loss() -> None:
-    model = net()
-    plain, scaled = (record(loss_of, model, scale=scale) for scale in (None, 1024.0))
-    assert (plain.scale, scaled.scale, plain.loss) == (1.0, 1024.0, scaled.loss)
-    assert gradients(scaled.unscaled()) == pytest.approx(gradients(plain))
-    assert not plain.differentiates
-
-
 def test_a_16_bit_loss_is_differentiated_in_float32() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
     recording = record(lambda: (weight @ weight)[0, 0], scale=2.0**20, widened=False)
@@ -485,8 +477,8 @@ def test_gradients_of_a_step_that_accumulates_are_their_sums() -> None:
 
 
 def test_what_is_given_as_the_scale_comes_before_what_is_seen() -> None:
-    steps = Steps()
-    assert record(steps.native_scaler, scale=32.0).scale == 32.0
+    assert record(Steps().native_scaler, scale=32.0).scale == 32.0
+    assert not record(loss_of, net(), scale=32.0).differentiates
 
 
 def test_a_loss_that_is_not_finite_is_recorded() -> None:

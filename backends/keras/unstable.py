@@ -66,13 +66,12 @@ def intercept_compile(compiled: Callable[[Any], None]) -> None:
     owner.compile = compile
 
 
-def choose_optimizers(chosen: Callable[[Any, Any], Any], *, always: bool = False) -> Callable[[], None]:
+def choose_optimizers(chosen: Callable[[Any, Any], Any]) -> Callable[[], None]:
     """Let a function choose the optimizer of every model that is compiled from now on; return a function that ends it.
 
     Args:
         chosen: takes a model and the optimizer that it is compiled with, and returns the one to use, which Keras then
             does not wrap; or None, to leave the choice to Keras.
-        always: choose also where the caller of ``compile`` wants no loss scale, by ``auto_scale_loss=False``.
     """
     owner = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
     original = vars(owner)["compile"]
@@ -82,8 +81,7 @@ def choose_optimizers(chosen: Callable[[Any, Any], Any], *, always: bool = False
     def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = parameters.bind(self, *args, **kwargs)
         given = bound.arguments.get("optimizer", parameters.parameters["optimizer"].default)
-        wanted = given is not None and (always or bound.arguments.get("auto_scale_loss", True))
-        for choose in choosing if wanted else ():
+        for choose in choosing if given is not None else ():
             optimizer = choose(self, keras.optimizers.get(given))
             if optimizer is not None:
                 bound.arguments.update(optimizer=optimizer, auto_scale_loss=False)

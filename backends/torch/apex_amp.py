@@ -51,7 +51,7 @@ from polyamp.controls import scale_in_effect
 from polyamp.errors import InvalidTypeError, InvalidValueError, StateError, UsageError, unreported, warn_deprecated
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.policies import policy
-from polyamp.scripts.session import current, found
+from polyamp.run import current, found
 from polyamp.validation import shown
 
 __all__ = [

@@ -50,7 +50,7 @@ _POLICIES = {torch.float16: policy("mixed_float16"), torch.bfloat16: policy("mix
 
 
 class Listener(Protocol):
-    """What is notified of the script's own mixed precision; `polyamp.scripts.session.Session` is one."""
+    """What is notified of the script's own mixed precision; `polyamp.run.Session` is one."""
 
     def found(self, interface: str) -> None:
         """Record that an interface is used, before it has an effect."""

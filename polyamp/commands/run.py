@@ -11,8 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from polyamp.policies import policy as make_policy
-from polyamp.scripts.runner import Script
-from polyamp.scripts.whole_run import run_script
+from polyamp.run import run_script
 
 PolicyName = Annotated[
     str | None, typer.Option("--policy", help="Train under this policy, by name. Without it only shims are installed.")
@@ -40,7 +39,7 @@ def run(
     chosen = None if policy is None else make_policy(policy)
     hook, sys.excepthook = sys.excepthook, sys.__excepthook__  # typer's is not the one that a script expects
     try:
-        error = run_script(Script(script, tuple(arguments or ()), is_module), chosen, report)
+        error = run_script(script, arguments or (), is_module=is_module, policy=chosen, report=report)
         if error is not None:
             _end_with(error)
     finally:

@@ -16,9 +16,7 @@ from typer.testing import CliRunner, Result
 from polyamp import cli
 from polyamp.errors import InvalidValueError, UsageError
 from polyamp.policies import policy as make_policy
-from polyamp.scripts import places
-from polyamp.scripts.runner import Script
-from polyamp.scripts.whole_run import run_script
+from polyamp.run import run_script
 
 FACTS = """
 import pickle, sys
@@ -27,22 +25,6 @@ class Here:
 assert pickle.loads(pickle.dumps(Here)) is Here
 assert sys.modules["__main__"].Here is Here
 print(__name__, __file__, sys.argv[1:], __package__, sep="|")
-"""
-CHILDREN = """
-import multiprocessing, sys
-from polyamp.scripts.session import current
-assert current().policy is None, "the hooks come before the main module"
-def work(queue):
-    current().found("of a child")
-    queue.put(current() is not None)
-if __name__ == "__main__":
-    context = multiprocessing.get_context(sys.argv[1])
-    queue = context.Queue()
-    child = context.Process(target=work, args=(queue,))
-    child.start()
-    assert queue.get()
-    child.join()
-    sys.exit(child.exitcode)
 """
 
 
@@ -55,7 +37,6 @@ def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     for name in set(sys.modules) - before:
         if getattr(sys.modules[name], "__file__", None) and str(tmp_path) in str(sys.modules[name].__file__):
             del sys.modules[name]
-    places.SCRIPTS.clear()
 
 
 def write(name: str, text: str) -> str:
@@ -71,7 +52,7 @@ def command(*words: str) -> Result:
 
 def test_a_file_runs_as_main(capsys: pytest.CaptureFixture[str]) -> None:
     main = sys.modules["__main__"]
-    assert run_script(Script(write("train.py", FACTS), ("--lr", "1"))) is None
+    assert run_script(write("train.py", FACTS), ("--lr", "1")) is None
     out, err = capsys.readouterr()
     assert out == f"__main__|{Path.cwd() / 'train.py'}|['--lr', '1']|None\n", "standard output is the script's"
     assert "polyamp run train.py: ended" in err
@@ -84,13 +65,13 @@ def test_a_module_runs_as_main_in_its_package(name: str, capsys: pytest.CaptureF
     write("package/other.py", "value = 3")
     write(name, "from .other import value\n" + FACTS)
     module = name.removesuffix(".py").replace("/", ".").removesuffix(".__main__")
-    assert run_script(Script(module, is_module=True)) is None
+    assert run_script(module, is_module=True) is None
     assert capsys.readouterr().out == f"__main__|{Path.cwd() / name}|[]|package\n"
 
 
 def test_a_folder_runs_its_main(capsys: pytest.CaptureFixture[str]) -> None:
     write("tool/__main__.py", FACTS)
-    assert run_script(Script("tool")) is None
+    assert run_script("tool") is None
     assert capsys.readouterr().out.startswith("__main__|")
 
 
@@ -121,7 +102,7 @@ def test_an_error_has_the_traceback_of_the_script_alone(capsys: pytest.CaptureFi
         "train.py",
         "def inner():\n    try:\n        1 / 0\n    except ZeroDivisionError:\n        raise KeyError(2)\ninner()\n",
     )
-    error = run_script(Script("train.py"), report=Path("report.json"))
+    error = run_script("train.py", report=Path("report.json"))
     assert isinstance(error, KeyError)
     one: BaseException | None = error
     while one is not None:
@@ -150,14 +131,14 @@ def test_the_scripts_own_hook_shows_its_error(capsys: pytest.CaptureFixture[str]
 
 def test_a_thread_that_still_runs_is_part_of_the_script() -> None:
     code = "import threading, time\ndef work():\n    time.sleep(0.2)\n    open('done', 'w').close()\n"
-    run_script(Script(write("train.py", code + "threading.Thread(target=work).start()\n")))
+    run_script(write("train.py", code + "threading.Thread(target=work).start()\n"))
     assert Path("done").exists()
 
 
 def test_an_idle_executor_does_not_hold_the_run() -> None:
     code = "from concurrent import futures\npool = futures.ThreadPoolExecutor(1)\npool.submit(abs, 1).result()\n"
     names = "import sys\nsys.modules['kept_of_tests'] = pool\n"
-    run_script(Script(write("train.py", code + names)))
+    run_script(write("train.py", code + names))
     sys.modules.pop("kept_of_tests").shutdown()  # type: ignore[attr-defined]
 
 
@@ -180,16 +161,14 @@ def test_a_policy_without_a_framework_is_a_verdict(capsys: pytest.CaptureFixture
     write("train.py", "")
     hidden = {name: sys.modules.pop(name) for name in ("torch", "jax", "tensorflow", "keras") if name in sys.modules}
     try:
-        run_script(Script("train.py"), make_policy("mixed_float16"))
+        run_script("train.py", policy=make_policy("mixed_float16"))
     finally:
         sys.modules.update(hidden)
     assert "No framework that polyamp supports was imported" in capsys.readouterr().err
 
 
 def test_a_refusal_is_the_commands_error_even_if_the_script_catches_it() -> None:
-    refusing = (
-        "from polyamp.scripts.session import current\ntry:\n    current().refuse('unsafe here')\nexcept Exception:\n"
-    )
+    refusing = "from polyamp.run import current\ntry:\n    current().refuse('unsafe here')\nexcept Exception:\n"
     result = command(write("train.py", refusing + "    pass\n"))
     assert isinstance(result.exception, UsageError)
     assert f"where:   {Path.cwd() / 'train.py'}:3" in str(result.exception)
@@ -197,7 +176,7 @@ def test_a_refusal_is_the_commands_error_even_if_the_script_catches_it() -> None
 
 def test_the_first_rank_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "1")
-    run_script(Script(write("train.py", "")), report=Path("report.json"))
+    run_script(write("train.py", ""), report=Path("report.json"))
     assert capsys.readouterr().err == ""
     assert not Path("report.json").exists()
 
@@ -207,16 +186,6 @@ def process(*words: str) -> subprocess.Popen[str]:
     start = [sys.executable, "-m", "polyamp", "run", *words]
     pipe = subprocess.PIPE
     return subprocess.Popen(start, stdout=pipe, stderr=pipe, text=True, env=environment)
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_child_process_has_the_hooks_and_reports(method: str) -> None:
-    running = process("--report", "report.json", write("train.py", CHILDREN), method)
-    _, err = running.communicate(timeout=100)
-    assert running.returncode == 0, err
-    assert "used: of a child at" in err
-    (child,) = json.loads(Path("report.json").read_text())["children"]
-    assert child["interfaces"][0]["where"].endswith("train.py:6")
 
 
 def test_an_interrupt_ends_the_process_as_it_ends_python() -> None:

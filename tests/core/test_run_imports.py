@@ -1,4 +1,4 @@
-"""The import hook of `polyamp run`, with modules and frameworks that only these tests have."""
+"""The finder of `polyamp run`, with modules and frameworks that only these tests have."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from polyamp import policy
+from polyamp import run as running_scripts
 from polyamp.errors import UsageError
-from polyamp.scripts import imports
-from polyamp.scripts.imports import hooked
-from polyamp.scripts.session import Session, current, found, running
+from polyamp.run import Finder, Session, current, found, running, uses_in
 
 BEGUN: list[Session] = []
 
@@ -30,20 +30,25 @@ def begin_refusing(session: Session) -> None:
     session.refuse("this framework is not supported", fix="use another")
 
 
-ENTRIES = {
-    imports.MODULES: [EntryPoint("gone", "ours_of_tests.gone", imports.MODULES)],
-    imports.SCRIPTS: [
-        EntryPoint("framework_of_tests", f"{__name__}:begin", imports.SCRIPTS),
-        EntryPoint("refused_of_tests", f"{__name__}:begin_refusing", imports.SCRIPTS),
-        EntryPoint("unsupported_of_tests", "nothing_of_tests:begin", imports.SCRIPTS),
-    ],
-}
+def supply(session: Session) -> dict[str, ModuleType]:
+    names = ("", ".amp", ".parallel")
+    return {f"gone{name}": importlib.import_module(f"ours_of_tests.gone{name}") for name in names}
+
+
+GROUP = "polyamp.scripts"
+ENTRIES = [
+    EntryPoint("gone", f"{__name__}:supply", GROUP),
+    EntryPoint("framework_of_tests", f"{__name__}:begin", GROUP),
+    EntryPoint("refused_of_tests", f"{__name__}:begin_refusing", GROUP),
+    EntryPoint("unsupported_of_tests", "nothing_of_tests:begin", GROUP),
+]
 FILES = {
     "ours_of_tests/__init__.py": "",
     "ours_of_tests/gone/__init__.py": "from ours_of_tests.gone import amp\nroot = 'ours'",
     "ours_of_tests/gone/amp.py": "class Scaler: pass\nname = __name__",
     "ours_of_tests/gone/parallel/__init__.py": "from .. import amp as sibling",
-    "framework_of_tests/__init__.py": "import framework_of_tests.inner\ncomplete = True",
+    "framework_of_tests/__init__.py": "import framework_of_tests.inner\n"
+    "try:\n import framework_of_tests.absent\nexcept ImportError:\n pass\ncomplete = True",
     "framework_of_tests/inner.py": "",
     "refused_of_tests.py": "",
     "unsupported_of_tests.py": "",
@@ -52,7 +57,7 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(imports, "entry_points", lambda group: ENTRIES[group])
+    monkeypatch.setattr(running_scripts, "entry_points", lambda group: ENTRIES)
     monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or __import__(__name__))
     write(tmp_path, FILES)
     monkeypatch.syspath_prepend(tmp_path)
@@ -73,7 +78,8 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 def run(code: str, session: Session | None = None, file: str = "/script/train.py") -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "__main__"}
-    with hooked(session or Session()):
+    with running(session or Session()) as current_session:
+        Finder(current_session).install()
         exec(compile(code, file, "exec"), names)
     return names
 
@@ -92,21 +98,15 @@ def run(code: str, session: Session | None = None, file: str = "/script/train.py
     ],
 )
 def test_a_missing_module_is_supplied_in_every_way_to_import_it(code: str) -> None:
-    session = Session()
+    before, session = list(sys.meta_path), Session()
     names = run(code, session)
     assert names["Scaler"].__module__ == "ours_of_tests.gone.amp"
     assert names["Scaler"] is sys.modules["ours_of_tests.gone.amp"].Scaler
+    assert sys.modules["ours_of_tests.gone.amp"].__spec__.name == "ours_of_tests.gone.amp"  # type: ignore[union-attr]
     assert session.supplied[0] == "gone"
     assert pickle.loads(pickle.dumps(names["Scaler"])) is names["Scaler"]
-
-
-def test_the_module_keeps_its_own_name_and_spec() -> None:
-    with hooked(Session()):
-        exec(compile("import gone.amp", "/script/train.py", "exec"), {})
-        assert sys.modules["gone.amp"] is sys.modules["ours_of_tests.gone.amp"]
-        spec = sys.modules["gone.amp"].__spec__
-        assert spec is not None
-        assert spec.name == sys.modules["gone.amp"].__name__ == "ours_of_tests.gone.amp"
+    assert sys.meta_path == before
+    assert not [name for name in sys.modules if name.startswith("gone")], "nothing is left at the end"
 
 
 def test_a_submodule_that_polyamp_lacks_stays_missing() -> None:
@@ -129,24 +129,13 @@ def test_a_folder_without_code_does_not_count_as_installed(folder: Path) -> None
     assert run("import gone")["gone"].root == "ours"
 
 
-def test_supplied_modules_are_removed_at_the_end() -> None:
-    before = list(sys.meta_path)
-    run("import gone.amp")
-    assert sys.meta_path == before
-    assert not [name for name in sys.modules if name.startswith("gone")]
-    assert sys.modules["ours_of_tests.gone"].amp.name, "polyamp's own module is unchanged"
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module("gone")
-
-
-def test_an_installed_package_finds_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyamp.scripts import places
-
-    library = next(iter(places._PACKAGES)) + "library/__init__.py"
+def test_an_installed_package_finds_what_is_installed() -> None:
+    library = "/usr/lib/python3/dist-packages/library/__init__.py"
     with pytest.raises(ModuleNotFoundError):
         run("import gone", file=library)
-    monkeypatch.setattr(places, "SCRIPTS", {str(Path(library).parent)})
-    run("import gone", file=library)
+    started = Session()
+    started.folder = "/usr/lib/python3/dist-packages/library/"  # polyamp run -m library
+    run("import gone", started, file=library)
 
 
 @pytest.mark.parametrize("code", ["import framework_of_tests", "from framework_of_tests.inner import __name__ as n"])
@@ -154,28 +143,25 @@ def test_begin_is_called_once_when_the_framework_was_imported(code: str) -> None
     session = Session()
     run(f"{code}\nimport importlib, framework_of_tests\nimportlib.reload(framework_of_tests)", session)
     assert [session] == BEGUN
-    loader = sys.modules["framework_of_tests"].__spec__.loader
+    loader = sys.modules["framework_of_tests"].__spec__.loader  # type: ignore[union-attr]
     assert type(loader).__name__ == "SourceFileLoader"
 
 
-def test_begin_is_called_for_a_framework_imported_before() -> None:
+def test_begin_is_called_for_what_was_imported_before_and_for_nothing_else() -> None:
+    run("import json")
+    assert not BEGUN
     importlib.import_module("framework_of_tests")
     run("")
     assert len(BEGUN) == 1
 
 
-def test_a_framework_that_is_not_imported_does_not_begin() -> None:
-    run("import json")
-    assert not BEGUN
-
-
 def test_a_framework_that_is_missing_stays_missing(folder: Path) -> None:
-    (folder / "framework_of_tests" / "__init__.py").unlink()
-    (folder / "framework_of_tests" / "inner.py").unlink()
-    (folder / "framework_of_tests").rmdir()
+    for name in ("__init__.py", "inner.py"):
+        (folder / "framework_of_tests" / name).unlink()
+    (folder / "unsupported_of_tests.py").unlink()
     importlib.invalidate_caches()
-    with pytest.raises(ModuleNotFoundError, match="framework_of_tests"):
-        run("import framework_of_tests")
+    with pytest.raises(ModuleNotFoundError, match="unsupported_of_tests"):
+        run("import unsupported_of_tests", Session(policy("mixed_float16")))
 
 
 def test_a_refusal_passes_an_except_for_import_errors_and_stays() -> None:
@@ -197,12 +183,27 @@ def test_an_adapter_that_does_not_load_is_refused_with_a_policy_and_reported_wit
 def test_mixed_precision_of_its_own_is_reported_without_a_policy_and_refused_with_one() -> None:
     found("nobody listens")
     with running(Session()) as session:
-        code = "from polyamp.scripts.session import found\n\n\nfound('gone.amp.init')\n"
+        code = "from polyamp.run import found\n\n\nfound('gone.amp.init')\n"
         exec(compile(code, "/script/train.py", "exec"), {})
-        assert session.interfaces == [("gone.amp.init", "/script/train.py:4")]
+        assert session.interfaces == [{"interface": "gone.amp.init", "where": "/script/train.py:4"}]
     with running(Session(policy("mixed_float16"))), pytest.raises(UsageError, match="of its own"):
         found("gone.amp.init")
     assert current() is None
+
+
+def test_sources_are_checked_before_they_run(folder: Path) -> None:
+    code = "from gone.amp import Scaler as S\nimport local_of_tests.loop\nS(True, flag=off.half)\nmodel().half()\n"
+    write(folder, {"train.py": code, "local_of_tests/loop.py": "import gone\nif 0:\n    gone.init()\n", "broken.py": "def"})
+    uses = [(use.name, use.where.rpartition("/")[2], use.arguments) for use in uses_in(folder / "train.py")]
+    assert ("gone.amp.Scaler", "train.py:1", None) in uses
+    assert ("gone.amp.Scaler", "train.py:3", {"0": "True", "flag": ".half"}) in uses
+    assert (".half", "train.py:4", {}) in uses
+    assert list(uses_in(folder / "broken.py")) == []
+    seen: list[str] = []
+    session = Session()
+    session.check_sources(lambda use: seen.append(use.name))
+    run("from local_of_tests import loop", session)
+    assert "gone.init" in seen
 
 
 def test_what_a_session_replaces_is_put_back() -> None:

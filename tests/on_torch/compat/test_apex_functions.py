@@ -17,7 +17,7 @@ from polyamp.backends.torch.apex import amp
 from polyamp.backends.torch.apex_amp import _amp_state
 from polyamp.backends.torch.attached import wrapper_of
 from polyamp.errors import UsageError
-from polyamp.scripts.session import Session, running
+from polyamp.run import Session, running
 
 pytestmark = pytest.mark.filterwarnings("ignore::polyamp.errors.PolyampDeprecationWarning")
 
@@ -241,7 +241,7 @@ def test_a_run_is_told_what_the_script_uses() -> None:
         amp.init()
         assert (X @ X).dtype == torch.float16
     assert (X @ X).dtype == torch.float32  # the end of the run turns it off
-    assert [one.interface for one in session.interfaces] == ["apex.amp.initialize", "apex.amp.init"]
+    assert [one["interface"] for one in session.interfaces] == ["apex.amp.initialize", "apex.amp.init"]
     assert session.holders == [wrapper_of(opt)]
     other = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.5)
     with (

@@ -14,8 +14,8 @@ from sklearn.datasets import load_digits
 
 import polyamp
 from polyamp.backends.tensorflow.autocast.context import is_everywhere
-from polyamp.backends.tensorflow.compat.whole_script import begin
-from polyamp.scripts.session import Session, running
+from polyamp.backends.tensorflow.run import begin
+from polyamp.run import Session, running
 
 v1 = tf.compat.v1
 PIXELS, DIGITS = load_digits(return_X_y=True)
@@ -106,13 +106,11 @@ def test_a_loop_with_a_tape_matches_float32(optimizer: str, mode: str, clip: boo
     full = with_a_tape(optimizer, mode, clip)
     with started(policy) as session:
         low = with_a_tape(optimizer, mode, clip)
-        scales = [holder.loss_scale for holder in session.holders if not callable(holder)]
-        note_what_ran = next(filter(callable, session.holders))
-        assert note_what_ran() is None
+        scales = [holder.loss_scale for holder in session.holders]
         assert session.has_low
-        (plan,) = session.plans
-    assert {(one.name, one.format) for one in plan.operations} == {("matmul", policy.removeprefix("mixed_"))}
-    assert all("test_whole_script.py:" in one.where or mode != "eager" for one in plan.operations)
+        (operations,) = session.operations.values()
+    assert {(one.name, one.format) for one in operations} == {("matmul", policy.removeprefix("mixed_"))}
+    assert all("test_run.py:" in one.where or mode != "eager" for one in operations)
     assert low != full
     assert low[-1] < 0.95 * low[0]
     np.testing.assert_allclose(low, full, rtol=2e-3 if policy == "mixed_float16" else 2e-2)
@@ -280,26 +278,6 @@ def test_replicas_are_refused_before_they_train() -> None:
 
         with pytest.raises(polyamp.errors.UsageError, match="loss scale for replicas"):
             strategy.run(step)
-
-
-# The variable that NVIDIA's TensorFlow 1 obeyed.
-
-
-def test_the_environment_variable_turns_float16_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    full, *_ = in_a_session("v1 Adam", TAKES["minimize"])
-    monkeypatch.setenv("TF_ENABLE_AUTO_MIXED_PRECISION", "1")
-    with started(None) as session:
-        half, is_same, _ = in_a_session("v1 Adam", TAKES["minimize"])
-        assert [found.interface for found in session.interfaces] == ["TF_ENABLE_AUTO_MIXED_PRECISION=1"]
-    assert half != full
-    assert is_same
-    np.testing.assert_allclose(half, full, rtol=2e-3)
-    with (
-        running(Session(polyamp.policy("mixed_float16"))) as session,
-        pytest.raises(polyamp.errors.UsageError, match="of its own"),
-    ):
-        begin(session)
-    assert not is_everywhere()
 
 
 def test_keras_layers_run_in_16_bits_too() -> None:

@@ -1,18 +1,17 @@
-"""What `polyamp run` does to Keras, right after a script has imported it.
-
-Without a policy nothing. With one:
+"""`polyamp run --policy` for Keras: models that a script compiles are trained under the policy.
 
 - On TensorFlow, its autocast already runs the layers' products in 16 bits. On JAX and torch, layers that are made from
   now on have Keras' dtype policy of that name, and models return float32.
 - ``compile`` wraps the optimizer of a model whose ``train_step`` is Keras' own, which scales the loss by it.
-- Everything else that applies gradients is a loop of the script's own. On TensorFlow, gradients are scaled and unscaled
-  where they are taken (`TrueGradients` of the tensorflow adapter). Elsewhere, such a loop is refused under float16.
+- Everything else that applies gradients is a loop of the script's own. On TensorFlow, the tensorflow adapter scales
+  and unscales its gradients. Elsewhere, such a loop is refused under float16.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NoReturn
 from weakref import WeakSet
@@ -23,16 +22,16 @@ from polyamp.backends.keras.convert import convert
 from polyamp.backends.keras.dtypes import is_sixteen_bit
 from polyamp.backends.keras.layers.kinds import operation_of
 from polyamp.backends.keras.layers.policies import keras_policy
-from polyamp.backends.keras.layers.tree import children, walk
+from polyamp.backends.keras.layers.tree import children
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.steps.verbs import wrap_optimizer
 from polyamp.backends.keras.unstable import built_on, choose_optimizers
 from polyamp.formats import format_of
-from polyamp.plan import Plan, PlannedOperation
+from polyamp.plan import PlannedOperation
 from polyamp.policies import Policy
-from polyamp.scripts.as_written import AsWritten
-from polyamp.scripts.session import Session
+from polyamp.run import Session
 
+_LAYERS = "the layers of the models that were called"
 _FIX = (
     "train with Keras' own train_step; or wrap the optimizer in the script: polyamp.wrap_optimizer; or --policy "
     "mixed_bfloat16, which needs no loss scale"
@@ -40,61 +39,61 @@ _FIX = (
 
 
 def begin(session: Session) -> None:
-    """Train the script's models under the policy, if there is one.
-
-    Raises:
-        UnsupportedError: Keras has no dtype policy for the policy's formats.
-    """
-    if session.policy is None:
+    """Train the script's models under the policy, if there is one."""
+    policy = session.policy
+    if policy is None:
         return
     if keras.backend.backend() != "tensorflow":
-        _set_policy(session, keras_policy(session.policy))
-        _return_float32(session)
-    if keras.backend.backend() == "jax":  # the other two record operations
-        _report_layers(session, session.policy)
+        before = keras.config.dtype_policy()
+        session.at_end(lambda: keras.config.set_dtype_policy(before))
+        keras.config.set_dtype_policy(keras_policy(policy))
+        _return_float32(session, policy)
     _refuse_own(session)
-    models = _Models(session, session.policy)
-    session.at_end(choose_optimizers(models.optimizer_for, always=True))
-    if session.policy.loss_scale.check:
+    models = _Models(session, policy)
+    session.at_end(choose_optimizers(models.optimizer_for))
+    if policy.loss_scale.check:
         models.watch_steps()
 
 
-class FitOnly(AsWritten):
-    """The loops of scripts on JAX and torch: none but Keras' own can be scaled from outside.
-
-    Args:
-        session: the run.
-    """
+class _KerasOnly:
+    """The loops of scripts on JAX and torch: none but Keras' own can be scaled from outside."""
 
     def __init__(self, session: Session) -> None:
-        super().__init__()
-        self._session = session
+        self._session, self._is_inside = session, ContextVar("is_inside", default=False)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the calling code is a step of Keras' own, whose loss is scaled."""
+        return self._is_inside.get()
+
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        """Mark a step of Keras' own."""
+        token = self._is_inside.set(True)
+        try:
+            yield
+        finally:
+            self._is_inside.reset(token)
 
     def step(self, optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> NoReturn:
-        """Refuse to apply gradients of a loss that nobody scaled.
+        """Refuse to apply gradients of a loss that nobody scaled."""
+        self.refuse("training loop", "gradients applied outside of Keras' own train_step")
 
-        Raises:
-            UsageError: always.
-        """
+    def refuse(self, what: str, found: str) -> NoReturn:
+        """Refuse a loop or a step of the script's own."""
         self._session.refuse(
-            "a training loop of the script's own cannot be scaled from outside",
-            found=f"gradients applied outside of Keras' own train_step, on {keras.backend.backend()}",
+            f"a {what} of the script's own cannot be scaled from outside",
+            found=f"{found}, on {keras.backend.backend()}",
             fix=_FIX,
         )
 
 
 class _Models:
-    """The optimizers of a script: those that ``compile`` wraps, and those of loops.
-
-    Args:
-        session: the run.
-        policy: its policy.
-    """
+    """The optimizers of a script: those that ``compile`` wraps, and those of loops."""
 
     def __init__(self, session: Session, policy: Policy) -> None:
-        self._session, self._policy, self._fit_only = session, policy, FitOnly(session)
-        session.shared["keras"] = self._fit_only
-        self._step_of_keras = keras.Model.train_step
+        self._session, self._policy, self._keras_only = session, policy, _KerasOnly(session)
+        session.shared["keras"] = self._keras_only
         self._wrapped: WeakSet[Any] = WeakSet()
 
     @property
@@ -103,23 +102,26 @@ class _Models:
         # TensorFlow imports Keras before it is imported itself, so its adapter may begin after this one. Keras may
         # import TensorFlow, for its data sets, on the other backends too.
         on_tensorflow = keras.backend.backend() == "tensorflow"
-        return self._session.shared.get("tensorflow", self._fit_only) if on_tensorflow else self._fit_only
+        return self._session.shared.get("tensorflow", self._keras_only) if on_tensorflow else self._keras_only
 
     def optimizer_for(self, model: Any, optimizer: Any) -> Any:
-        """Return the optimizer that a model trains with.
-
-        Raises:
-            UsageError: the script has a wrapped optimizer of its own, or a step that cannot be scaled.
-        """
+        """Return the optimizer that a model trains with."""
         self._check_optimizer(optimizer)
         if optimizer in self._wrapped:
             return optimizer
         if self._policy.rules and keras.backend.backend() != "tensorflow":
-            self._convert(model)
+            if not model.built:
+                self._session.refuse(
+                    "rules by layer need a model that is built when it is compiled",
+                    found=f"{model.name!r}, which is not built",
+                    fix="start the model with keras.Input, or leave the rules out of --policy",
+                )
+            convert(model, self._policy)
         if not self._policy.loss_scale.check:
             return optimizer
         if type(model).train_step is not keras.Model.train_step:  # it takes and applies gradients itself
-            self._check_step(model)
+            if self._loops is self._keras_only:
+                self._keras_only.refuse("train_step", f"{type(model).__qualname__}.train_step")
             return optimizer
         wrapped = wrap_optimizer(optimizer, self._policy, loss_scale=self._policy.loss_scale, max_grad_norm=None)
         self._wrapped.add(wrapped)
@@ -128,7 +130,7 @@ class _Models:
 
     def watch_steps(self) -> None:
         """Tell Keras' own steps from others, wherever an optimizer applies gradients."""
-        original, session = keras.Model.train_step, self._session
+        original = keras.Model.train_step
         owner = next(kind for kind in keras.Model.__mro__ if "train_step" in vars(kind))
 
         @functools.wraps(original)
@@ -138,10 +140,10 @@ class _Models:
             with self._loops.as_written():
                 return original(model, *args, **kwargs)
 
-        session.replace(owner, "train_step", train_step)
+        self._session.replace(owner, "train_step", train_step)
         base = next(kind for kind in keras.optimizers.Optimizer.__mro__ if "apply" in vars(kind))
         for kind in (base, LossScaledOptimizer):
-            session.replace(kind, "apply", self._applied(vars(kind)["apply"]))
+            self._session.replace(kind, "apply", self._applied(vars(kind)["apply"]))
 
     def _applied(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -158,26 +160,9 @@ class _Models:
 
         return apply
 
-    def _check_step(self, model: Any) -> None:
-        if isinstance(self._loops, FitOnly):
-            self._session.refuse(
-                "a train_step of the script's own cannot be scaled from outside",
-                found=f"{type(model).__qualname__}.train_step, on {keras.backend.backend()}",
-                fix=_FIX,
-            )
-
     def _check_optimizer(self, optimizer: Any) -> None:
         if isinstance(optimizer, LossScaledOptimizer) and optimizer not in self._wrapped:
             self._session.found("polyamp.wrap_optimizer")
-
-    def _convert(self, model: Any) -> None:
-        if not model.built:
-            self._session.refuse(
-                "rules by layer need a model that is built when it is compiled",
-                found=f"{model.name!r}, which is not built",
-                fix="start the model with keras.Input, or leave the rules out of --policy",
-            )
-        convert(model, self._policy)
 
 
 class _Update:
@@ -188,12 +173,6 @@ class _Update:
 
     def apply_gradients(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         self._optimizer.apply([grad for grad, _ in pairs], [variable for _, variable in pairs])
-
-
-def _set_policy(session: Session, name: str) -> None:
-    before = keras.config.dtype_policy()
-    session.at_end(lambda: keras.config.set_dtype_policy(before))
-    keras.config.set_dtype_policy(name)
 
 
 def _refuse_own(session: Session) -> None:
@@ -217,9 +196,10 @@ def _refuse_own(session: Session) -> None:
     session.replace(keras.optimizers.LossScaleOptimizer, "__init__", init_optimizer)
 
 
-def _return_float32(session: Session) -> None:
-    """Make models return float32, as without a policy, where the script or Keras' trainer calls them."""
+def _return_float32(session: Session, policy: Policy) -> None:
+    """Make models return float32, as without a policy, and report the formats of the layers that they call."""
     depth: ContextVar[int] = ContextVar("depth", default=0)
+    seen: WeakSet[Any] = WeakSet()
 
     def outermost(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -229,8 +209,11 @@ def _return_float32(session: Session) -> None:
                 result = original(layer, *args, **kwargs)
             finally:
                 depth.reset(token)
-            is_outermost = depth.get() == 0 and isinstance(layer, keras.Model)
             session.has_low |= format_of(layer.compute_dtype).is_low
+            if keras.backend.backend() == "jax" and layer not in seen and not children(layer):  # torch records more
+                seen.add(layer)
+                session.operations.setdefault(_LAYERS, []).append(_planned(layer, policy))
+            is_outermost = depth.get() == 0 and isinstance(layer, keras.Model)
             return keras.tree.map_structure(_widened, result) if is_outermost else result
 
         return call
@@ -238,27 +221,6 @@ def _return_float32(session: Session) -> None:
     for name in ("__call__", "stateless_call"):
         owner = next(kind for kind in keras.Model.__mro__ if name in vars(kind))
         session.replace(owner, name, outermost(vars(owner)[name]))
-
-
-def _report_layers(session: Session, policy: Policy) -> None:
-    """Add the formats of the layers of each compiled model to the report, at the end of the run."""
-    models: WeakSet[Any] = WeakSet()
-    owner = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
-    compile_model = vars(owner)["compile"]
-
-    @functools.wraps(compile_model)
-    def compiling(model: Any, *args: Any, **kwargs: Any) -> None:
-        compile_model(model, *args, **kwargs)
-        models.add(model)
-
-    def report() -> None:
-        layers = [layer for model in models for layer in walk(model) if layer is not model and not children(layer)]
-        operations = tuple(_planned(layer, policy) for layer in dict.fromkeys(layers))
-        if operations:
-            session.ran(Plan(str(policy), operations, engine="layers, the layers of each compiled model"))
-
-    session.replace(owner, "compile", compiling)
-    session.add(report)
 
 
 def _planned(layer: Any, policy: Policy) -> PlannedOperation:

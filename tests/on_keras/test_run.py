@@ -14,8 +14,8 @@ from keras import layers, ops
 
 import polyamp
 from polyamp.backends.keras import LossScaledOptimizer
-from polyamp.backends.keras.compat.whole_script import begin
-from polyamp.scripts.session import Session, running
+from polyamp.backends.keras.run import begin
+from polyamp.run import Session, running
 
 BACKEND = keras.backend.backend()
 on_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="a loop of TensorFlow's")
@@ -31,7 +31,7 @@ X, Y = (RANDOM.standard_normal((64, size)).astype("float32") for size in (16, 8)
 def started(policy: Any = "mixed_float16") -> Iterator[Session]:
     with running(Session(None if policy is None else polyamp.policy(policy))) as session:
         if BACKEND == "tensorflow":  # its own part, which is called first
-            import_module("polyamp.backends.tensorflow.compat.whole_script").begin(session)
+            import_module("polyamp.backends.tensorflow.run").begin(session)
         begin(session)
         yield session
 
@@ -74,10 +74,8 @@ def test_tensorflow_may_be_imported_too() -> None:
 def test_the_report_has_the_formats_of_layers() -> None:
     with started() as session:
         fitted()
-        for holder in filter(callable, session.holders):
-            holder()
-        (plan,) = session.plans
-    assert [(one.name, one.format) for one in plan.operations] == [
+        (operations,) = session.operations.values()
+    assert [(one.name, one.format) for one in operations] == [
         ("matmul", "float16"),
         ("batch_norm", "float16"),
         ("matmul", "float16"),
@@ -259,7 +257,7 @@ def test_keras_may_begin_before_tensorflow_does() -> None:
 
     with running(Session(polyamp.policy("mixed_float16"))) as session:  # as where TensorFlow imports Keras
         begin(session)
-        import_module("polyamp.backends.tensorflow.compat.whole_script").begin(session)
+        import_module("polyamp.backends.tensorflow.run").begin(session)
         weight, opt = keras.Variable([1.0, 2.0]), keras.optimizers.SGD(0.5)
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(weight * weight)

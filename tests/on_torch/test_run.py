@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from polyamp import policy as make_policy
-from polyamp.backends.torch.compat import script_steps
+from polyamp.backends.torch import run as running
 from polyamp.errors import PolyampDeprecationWarning, PolyampWarning, UsageError, forget_warnings
-from polyamp.scripts.runner import Script
-from polyamp.scripts.whole_run import run_script
+from polyamp.run import run_script
 from support.harness_torch import skipping_on_device
 
-SCRIPTS = Path(__file__).parents[2] / "support" / "scripts"
+SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"
 TOLERANCE = {"mixed_float16": 1e-2, "mixed_bfloat16": 6e-2}
 
 Run = Callable[..., dict[str, Any]]
@@ -46,7 +45,7 @@ def run(tmp_path: Path) -> Run:
             file = tmp_path / "script.py"
             file.write_text(script)
         out, report = tmp_path / "out.json", tmp_path / "report.json"
-        error = run_script(Script(str(file), (str(out),)), make_policy(policy) if policy else None, report)
+        error = run_script(str(file), (str(out),), policy=make_policy(policy) if policy else None, report=report)
         if error is not None:
             raise error
         results = json.loads(out.read_text()) if out.exists() else {}
@@ -229,8 +228,8 @@ def test_an_overflow_skips_the_step_even_if_the_script_hides_it_by_clipping(run:
 
 
 def test_a_loss_scale_that_the_device_decides_about(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    attach = script_steps.attach
-    monkeypatch.setattr(script_steps, "attach", lambda *args: skipping_on_device(attach(*args)))
+    attach = running.attach
+    monkeypatch.setattr(running, "attach", lambda *args: skipping_on_device(attach(*args)))
     fused = OVERFLOW.replace("SGD(layer.parameters(), lr=0.1)", "SGD(layer.parameters(), lr=0.1, fused=True)")
     found = run(fused, "mixed_float16")
     assert found["seen"] == [True, False, False]

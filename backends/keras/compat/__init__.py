@@ -1,1 +1,0 @@
-"""Interfaces that Keras removed, on polyamp's policies and optimizer."""

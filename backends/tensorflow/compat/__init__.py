@@ -1,1 +1,0 @@
-"""Functions that TensorFlow removed."""

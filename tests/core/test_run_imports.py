@@ -193,7 +193,7 @@ def test_mixed_precision_of_its_own_is_reported_without_a_policy_and_refused_wit
 
 def test_sources_are_checked_before_they_run(folder: Path) -> None:
     code = "from gone.amp import Scaler as S\nimport local_of_tests.loop\nS(True, flag=off.half)\nmodel().half()\n"
-    write(folder, {"train.py": code, "local_of_tests/loop.py": "import gone\nif 0:\n    gone.init()\n", "broken.py": "def"})
+    write(folder, {"train.py": code, "local_of_tests/loop.py": "import gone\nif 0: gone.init()\n", "broken.py": "x("})
     uses = [(use.name, use.where.rpartition("/")[2], use.arguments) for use in uses_in(folder / "train.py")]
     assert ("gone.amp.Scaler", "train.py:1", None) in uses
     assert ("gone.amp.Scaler", "train.py:3", {"0": "True", "flag": ".half"}) in uses

@@ -78,13 +78,6 @@ class Transformer(linen.Module):
         return embed.attend(linen.LayerNorm()(x))  # the embedding once more: shared weights
 
 
-class Recurrent(linen.Module):
-    @linen.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = linen.RNN(linen.OptimizedLSTMCell(24))(linen.Embed(50, 16)(tokens))
-        return linen.Dense(50)(linen.RNN(linen.GRUCell(24), reverse=True)(x))
-
-
 def cross_entropy(scores: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean()
 
@@ -153,7 +146,6 @@ MODELS: dict[str, Callable[[], tuple[Callable[..., Any], Any]]] = {
     "linen cnn": lambda: linen_loss(Cnn(), IMAGES, jnp.arange(4)),
     "linen transformer": lambda: linen_loss(Transformer(""), SENTENCES, SENTENCES),
     "linen scan of remat": lambda: linen_loss(Transformer("scan remat"), SENTENCES, SENTENCES),
-    "linen rnn": lambda: linen_loss(Recurrent(), SENTENCES, SENTENCES),
     "nnx": nnx_loss,
     "equinox": equinox_loss,
     "plain mlp": lambda: (lambda p, x: (mlp(p, x), None), (MLP, X)),

@@ -133,14 +133,6 @@ def test_random_numbers_are_those_of_float32() -> None:
         jax.tree.map(np.testing.assert_array_equal, polyamp.autocast(fn, BF16)(key, X)[:3], fn(key, X)[:3])
 
 
-def test_fourier_transforms_and_complex_numbers() -> None:
-    def fn(x: Any) -> Any:
-        spectrum = jnp.fft.rfft(x @ W)
-        return jnp.abs(spectrum * (1 + 2j)), jnp.angle(spectrum[0, 0]), jnp.fft.irfft(spectrum)
-
-    assert_close(polyamp.autocast(fn, BF16)(X), fn(X), BF16)
-
-
 @pytest.mark.parametrize("ordered", [True, False])
 def test_callbacks_see_what_was_declared(ordered: bool) -> None:
     seen = []

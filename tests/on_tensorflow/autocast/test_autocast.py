@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import warnings
 from collections import Counter
@@ -262,20 +261,6 @@ def test_functions_keep_one_trace_for_each_policy() -> None:
     assert traces == ["off", "bfloat16", "float16"]
 
 
-def test_policies_that_cast_alike_share_traces() -> None:
-    traces: list[int] = []
-
-    @tf.function
-    def function(x: tf.Tensor) -> tf.Tensor:
-        traces.append(1)
-        return x @ W
-
-    for scale in (polyamp.LossScale.fixed(8.0), polyamp.LossScale.none()):
-        with under("mixed_float16", loss_scale=scale):
-            function(X)
-    assert len(traces) == 1
-
-
 def test_a_function_is_traced_anew_in_a_scope_that_a_rule_may_be_about() -> None:
     @tf.function
     def function(x: tf.Tensor) -> tf.Tensor:
@@ -337,18 +322,6 @@ def test_threads_do_not_see_each_others() -> None:
     for thread in threads:
         thread.join()
     assert found == {"low": True, "full": False, "main": False}
-
-
-def test_async_tasks_do_not_see_each_others() -> None:
-    async def work(policy: polyamp.Policy) -> bool:
-        with under(policy):
-            await asyncio.sleep(0.01)
-            return rounded(X @ W, "bfloat16")
-
-    async def both() -> list[bool]:
-        return await asyncio.gather(work(BF16), work(FULL))
-
-    assert asyncio.run(both()) == [True, False]
 
 
 def test_everywhere_is_beneath_what_is_entered_and_reaches_threads() -> None:
@@ -420,16 +393,6 @@ def test_keras_rematerialisation_recomputes_under_the_policy() -> None:
 
     assert set(products(grads, X)) == {"bfloat16"}
     assert products(grads, X)["bfloat16"] >= 3
-
-
-def test_a_replica_enters_it_for_itself() -> None:
-    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
-
-    def replica() -> tf.Tensor:
-        with under(BF16):
-            return X @ W
-
-    assert rounded(strategy.run(replica), "bfloat16")
 
 
 def test_an_operation_without_a_kernel_runs_in_float32() -> None:

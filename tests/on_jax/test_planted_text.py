@@ -8,7 +8,10 @@ from polyamp.equivalence.comparison import Comparison
 from support import planted_text
 from support.planted_text_jax import predict
 
-pytestmark = pytest.mark.filterwarnings("ignore::polyamp.PolyampWarning")  # what breaks here reports itself too
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::polyamp.PolyampWarning"),  # what breaks here reports itself too
+]
 
 
 @pytest.fixture(scope="module")

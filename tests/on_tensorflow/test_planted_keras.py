@@ -22,7 +22,10 @@ POLICIES = {
     "scale too small": polyamp.policy("mixed_float16", loss_scale=LossScale.fixed(2.0**-10)),
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore::polyamp.PolyampWarning")  # what breaks here reports itself too
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::polyamp.PolyampWarning"),  # what breaks here reports itself too
+]
 
 
 def compare(train: Any, policies: list[polyamp.Policy]) -> list[Comparison]:

@@ -217,6 +217,7 @@ def _probability(z: Any) -> Any:
     return 1 - jax.nn.sigmoid(-(z * 1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_was_rounded_in_a_function_called_twice_is_computed_again_for_a_logarithm(policy: str) -> None:
     """The factor acts as a loss scale does: 1e12 times the gradient is inf in float16."""

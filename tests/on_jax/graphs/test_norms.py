@@ -17,6 +17,8 @@ import polyamp
 from support.jax_scenarios import POLICIES, X, formats, low, normal, relative_error, residuals, saved_bytes
 from support.jax_scenarios import quickly_compiled as quickly_compiled
 
+pytestmark = pytest.mark.slow
+
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 W = normal(0, 8, 8, scale=0.3)
 Model = Callable[[Any, Any], Any]

@@ -12,6 +12,8 @@ import pytest
 import polyamp
 import polyamp.backends.jax as amp
 
+pytestmark = pytest.mark.slow
+
 POLICY = polyamp.policy("mixed_float16")
 TX = polyamp.wrap_optimizer(optax.adam(1e-3), POLICY, max_grad_norm=1.0)
 PARAMS = {"body": jax.random.normal(jax.random.key(0), (8, 16)) / 3, "head": jnp.ones((16, 4)), "idle": jnp.ones(3)}

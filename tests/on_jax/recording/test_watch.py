@@ -12,6 +12,8 @@ import pytest
 
 import polyamp
 
+pytestmark = pytest.mark.slow
+
 POLICY = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=2.0**4))
 TX = polyamp.wrap_optimizer(optax.sgd(0.1), POLICY)
 PARAMS = {"w": jnp.ones((4, 2))}

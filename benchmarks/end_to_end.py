@@ -41,7 +41,7 @@ from torch_tasks import TASKS, Task
 from whole_steps import BATCHES, Case, chosen, format_of, losses_table, rates, settled, table, trained
 
 import polyamp
-from polyamp.backends.torch.building import extension
+from polyamp.backends.torch import extension
 
 WAYS = ("eager", "compiled")
 SECONDS = {"eager": 15.0, "compiled": 45.0}  # expected to build a variant, until one was built

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from polyamp.backends.torch.building import extension
+from polyamp.backends.torch import extension
 from polyamp.devices import fast_on_gpu, report_slow_format, why_not_fast
 
 

@@ -5,17 +5,16 @@ The sources are in ``tests/on_torch/kernels/native/fibers``; ``fiber.h`` describ
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from polyamp.backends.torch.building import builder, recipes, toolchain
-from polyamp.backends.torch.building.recipes import CSRC, Job
+from polyamp.backends.torch import extension
+from polyamp.backends.torch.extension import CSRC
 
 NATIVE = Path(__file__).parents[1] / "on_torch/kernels/native"
 FIBERS = NATIVE / "fibers"
@@ -24,27 +23,20 @@ RACE = 66  # the exit code of a program in which ThreadSanitizer found a race
 
 
 def operators_on_fibers(cache: Path) -> None:
-    """Fill a ``POLYAMP_CACHE`` with operators that run on fibers; polyamp loads them as its own.
-
-    Raises:
-        ExtensionError: no compiler is found, or it fails.
-    """
-    own = recipes.operators()
-    host = (*(name for name in own.host if name != "emulate.cpp"), "device.cpp", "fiber.cpp")
-    recipe = replace(own, host=host, device=(), folder=_all_sources(cache / "sources"))
+    """Fill a ``POLYAMP_CACHE`` with operators that run on fibers; polyamp loads them as its own."""
+    parts = extension.LIBRARIES["operators"]
+    own = [CSRC / name for name in parts.host if name != "emulate.cpp"]
+    include = Path(torch.__file__).parent / "include"
+    includes = [f"-I{CSRC}", "-isystem", include, "-isystem", include / "torch/csrc/api/include"]
+    flags = [*extension.CXX_FLAGS, *parts.flags, "-fPIC", *includes]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("POLYAMP_CACHE", str(cache))
-        built = builder.build(Job.of(recipe, toolchain.find(cuda=False), ()))
-    manifest = built.path.with_name(builder.MANIFEST)
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"digest": own.digest}))
-
-
-def _all_sources(folder: Path) -> Path:
-    """Make a folder with links to the sources of the kernels and of the fibers: a recipe has one folder."""
-    folder.mkdir(parents=True)
-    for source in (*CSRC.iterdir(), *FIBERS.iterdir()):
-        (folder / source.name).symlink_to(source)
-    return folder
+        library = extension.path_of("operators")
+    library.parent.mkdir(parents=True)
+    sources = [*own, FIBERS / "device.cpp", FIBERS / "fiber.cpp"]
+    linked = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10", "-ldl", "-lpthread"]
+    _compiler("-shared", *flags, *sources, "-o", library, *linked)
+    library.with_name(extension.BUILT).write_text("on fibers")
 
 
 def faults_program(folder: Path) -> Path:
@@ -91,6 +83,6 @@ def _link(program: Path, objects: list[Path], *flags: str) -> Path:
 
 
 def _compiler(*arguments: str | Path) -> None:
-    done = run([*toolchain.find_cxx().command, *arguments])
+    done = run(["c++", *arguments])
     if done.returncode != 0:
         pytest.fail(f"the compiler cannot do {' '.join(map(str, arguments))}:\n{done.stderr}")

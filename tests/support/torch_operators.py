@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from polyamp import LossScale
-from polyamp.backends.torch.building import builder, recipes, toolchain
 from polyamp.backends.torch.kernels import reference
 from polyamp.backends.torch.kernels.arguments import DECOUPLED, MAXIMIZE, NESTEROV, SGD, Adam, Settings
 from polyamp.backends.torch.kernels.control import SIZE, pack_
@@ -37,22 +36,6 @@ PLAIN_SGD = [SGD(lr=1e-2, momentum=0.0, weight_decay=0.1, flags=0), SGD(1e-3, 0.
 CHUNK = 4096  # elements for each block of a step's kernel
 SHAPES: list[tuple[int, ...]] = [(), (0,), (7,), (3, 3), (CHUNK - 1,), (CHUNK,), (2, CHUNK + 3), (20_001,)]
 SCALE = 64.0
-
-
-def compiled_operators() -> Any:
-    """Return ``torch.ops.polyamp`` with compiled kernels; build them if the cache has none.
-
-    Raises:
-        ExtensionError: no compiler is found, or it fails.
-    """
-    recipe = recipes.operators()
-    gpus = [torch.cuda.get_device_capability()] if torch.cuda.is_available() else []
-    found = builder.find(recipe, gpus)
-    if found is None:
-        architectures = [f"{major}.{minor}" for major, minor in gpus]
-        found = builder.build(recipes.Job.of(recipe, toolchain.find(cuda=bool(gpus)), architectures))
-    torch.ops.load_library(found.path)
-    return torch.ops.polyamp
 
 
 REFERENCE = SimpleNamespace(**{name: getattr(reference, name) for name in vars(reference) if not name.startswith("_")})

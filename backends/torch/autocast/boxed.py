@@ -12,10 +12,9 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
-from polyamp.backends.torch import unstable
+from polyamp.backends.torch import extension, unstable
 from polyamp.backends.torch.autocast import frames
 from polyamp.backends.torch.autocast.regions import LIMIT, MARKED, Region, numbered
-from polyamp.backends.torch.building import extension
 from polyamp.errors import ExtensionError
 
 

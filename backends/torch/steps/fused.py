@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from polyamp.backends.torch.building.extension import available
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.extension import available
 from polyamp.backends.torch.kernels.arguments import Settings
 from polyamp.backends.torch.kernels.control import SIZE, applied_flag, is_captured, kept
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE

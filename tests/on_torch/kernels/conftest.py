@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from polyamp.backends.torch.building import extension
-from support.torch_operators import compiled_operators
+from polyamp.backends.torch import extension
 
 
 @pytest.fixture(scope="module")
@@ -21,4 +20,5 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if "POLYAMP_CACHE" not in os.environ:
             patch.setenv("POLYAMP_CACHE", str(tmp_path_factory.mktemp("extension")))
-        return compiled_operators()
+        extension.build("operators")
+        return torch.ops.polyamp

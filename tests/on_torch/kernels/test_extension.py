@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
+import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,10 @@ import pytest
 import torch
 
 import polyamp
-from polyamp.backends.torch.building import builder, extension, recipes, toolchain
-from polyamp.backends.torch.building.recipes import Job
+from polyamp.backends.torch import extension
 from polyamp.errors import ExtensionError, InvalidValueError, PolyampWarning
+
+COMMAND = [sys.executable, "-m", "polyamp.backends.torch.build"]
 
 IMPORT = """
 import sys, torch
@@ -37,7 +40,7 @@ print(*seen)
 
 ASK = """
 import json
-from polyamp.backends.torch.building import extension
+from polyamp.backends.torch import extension
 from polyamp.errors import ExtensionError
 said = {}
 try:
@@ -57,20 +60,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("POLYAMP_EXTENSION", raising=False)
     monkeypatch.setattr(extension, "_answers", {})
     monkeypatch.setattr(extension, "_loaded", {})
-    monkeypatch.setattr(torch.ops, "loaded_libraries", set())  # with what the run's header says of the extension
     return tmp_path / "cache"
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The libraries: those of the cache that the environment names, or built for this."""
-    tools = toolchain.find(cuda=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("POLYAMP_CACHE", os.environ.get("POLYAMP_CACHE") or str(tmp_path_factory.mktemp("cache")))
-        return {
-            name: (builder.find(recipe(), ()) or builder.build(Job.of(recipe(), tools, ()))).path
-            for name, recipe in recipes.RECIPES.items()
-        }
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache that the environment names, or a new one, with both libraries."""
+    cache = os.environ.get("POLYAMP_CACHE") or str(tmp_path_factory.mktemp("cache"))
+    subprocess.run(COMMAND, env={**os.environ, "POLYAMP_CACHE": cache}, check=True)
+    return Path(cache)
 
 
 def run(code: str, *arguments: str, **environment: str) -> str:
@@ -88,33 +86,21 @@ def ask(**environment: str) -> dict[str, Any]:
     return said
 
 
-def plant(cache: Path, content: bytes) -> Path:
-    """What is in the cache as the operators' library, whole as far as its manifest says."""
-    library = cache / "operators-0" / recipes.operators().file
+def plant(content: bytes) -> Path:
+    """What is in the cache as the operators' library, whole as far as its mark says."""
+    library = extension.path_of("operators")
     library.parent.mkdir(parents=True)
     library.write_bytes(content)
-    manifest = {"digest": recipes.operators().digest, "architectures": ["9.0"], "compilers": "nvcc 13.0.88, g++ 12.2.0"}
-    manifest["sha256"] = hashlib.sha256(content).hexdigest()
-    library.with_name(builder.MANIFEST).write_text(json.dumps(manifest))
+    library.with_name(extension.BUILT).write_text("torch of a test")
     return library
-
-
-def test_a_library_that_others_can_write_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(cache, b"anything").parent.chmod(0o777)
-    said = extension.status()
-    assert said.library is None
-    assert "others can write the built extension" in (said.why or "")
-
-
-BUILDING = "from polyamp.backends.torch.building import"
 
 
 @pytest.mark.parametrize(
     ("then", "seen"),
     [
         ("pass", set()),
-        (f"{BUILDING} recipes; recipes.operators().digest", {"open"}),
-        (f"{BUILDING} toolchain as t; t.find_nvcc(iter([t.Path('/bin/true')]))", {"subprocess.Popen"}),
+        ("from polyamp.backends.torch import extension; extension.path_of('operators')", {"open"}),
+        ("from polyamp.backends.torch import extension; extension.status()", {"open", "subprocess.Popen"}),
     ],
 )
 def test_importing_starts_no_compiler_and_reads_no_source(cache: Path, then: str, seen: set[str]) -> None:
@@ -168,14 +154,14 @@ def test_without_a_compiler_require_says_what_is_missing(monkeypatch: pytest.Mon
 
 
 def test_without_a_gpu_require_says_so() -> None:
-    code = "from polyamp.backends.torch.building import extension\ntry: extension.available('cuda')\n"
+    code = "from polyamp.backends.torch import extension\ntry: extension.available('cuda')\n"
     assert "PyTorch sees no NVIDIA GPU" in run(
         f"{code}except extension.ExtensionError as error: print(error)", POLYAMP_EXTENSION="require"
     )
 
 
-def test_a_library_that_does_not_load_is_told_once(cache: Path) -> None:
-    library = plant(cache, b"no library")
+def test_a_library_that_does_not_load_is_told_once() -> None:
+    library = plant(b"no library")
     with pytest.warns(PolyampWarning, match="the extension does not load") as told:
         assert [extension.available("cpu") for _ in range(3)] == [False] * 3
     assert len(told) == 1
@@ -183,17 +169,15 @@ def test_a_library_that_does_not_load_is_told_once(cache: Path) -> None:
     assert "--force" in str(told[0].message)
 
 
-def test_a_library_that_does_not_load_is_an_error_where_it_is_required(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plant(cache, b"no library")
+def test_a_library_that_does_not_load_is_an_error_where_it_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(b"no library")
     monkeypatch.setenv("POLYAMP_EXTENSION", "require")
     with pytest.raises(ExtensionError, match=r"invalid ELF header|file too short"):
         extension.available("cpu")
 
 
-def test_off_looks_at_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(cache, b"no library")
+def test_off_looks_at_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(b"no library")
     monkeypatch.setenv("POLYAMP_EXTENSION", "off")
     assert not extension.available("cpu")
     assert extension.library("autocast") is None
@@ -203,14 +187,14 @@ def test_off_looks_at_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYAMP_EXTENSION", "require")
     monkeypatch.setenv("CXX", "/nowhere/g++")
-    for ask, file in (
-        (lambda: extension.available("cpu"), "polyamp_operators.so"),
-        (lambda: extension.library("autocast"), "polyamp_autocast.so"),
-        (lambda: extension._tools(recipes.autocast()), "polyamp_autocast.so"),  # as on a GPU, where it would be built
+    for name, call in (
+        ("operators", lambda: extension.available("cpu")),
+        ("autocast", lambda: extension.library("autocast")),
+        ("autocast", lambda: extension.build("autocast")),
     ):
         with pytest.raises(ExtensionError, match=r"no C\+\+ compiler") as told:
-            ask()
-        assert f"where:   {file}" in str(told.value)
+            call()
+        assert f"where:   polyamp_{name}.so" in str(told.value)
         assert "to do:" in str(told.value)
 
 
@@ -221,8 +205,8 @@ def test_a_library_that_is_not_required_may_be_missing(monkeypatch: pytest.Monke
         extension.library("autocast")
 
 
-def test_a_damaged_manifest_is_a_library_that_is_not_built(cache: Path) -> None:
-    plant(cache, b"no library").with_name(builder.MANIFEST).write_text('{"digest": 3, "arch')
+def test_a_build_that_did_not_end_is_no_build() -> None:
+    plant(b"no library").with_name(extension.BUILT).unlink()
     assert not extension.available("cpu")
     assert "it is not built" in str(extension.status())
 
@@ -231,14 +215,39 @@ def test_every_gpu_is_asked_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only whether a driver runs the library is asked of a GPU; asked of the current one, it takes memory there."""
     asked = []
 
-    def serving(name: str, device: torch.device, *, build: bool) -> builder.Built:
+    def serving(name: str, device: torch.device, *, may_build: bool) -> Path:
         asked.append(str(device))
-        return builder.Built(Path("polyamp_operators.so"), (), "")
+        return Path("polyamp_operators.so")
 
     monkeypatch.setattr(extension, "_serving", serving)
     for device in ("cuda:1", torch.device("cuda", 1), "cuda:0", "cpu", torch.device("cpu"), "cuda:1"):
         assert extension.available(device)
     assert asked == ["cuda:1", "cuda:0", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("set_to", "folder"),
+    [
+        ({"POLYAMP_CACHE": "/a", "TORCH_EXTENSIONS_DIR": "/b"}, "/a"),
+        ({"TORCH_EXTENSIONS_DIR": "/b", "XDG_CACHE_HOME": "/c"}, "/b"),
+        ({"XDG_CACHE_HOME": "/c", "HOME": "/d"}, "/c/polyamp"),
+        ({"HOME": "/d"}, "/d/.cache/polyamp"),
+    ],
+)
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, set_to: dict[str, str], folder: str) -> None:
+    for name in ("POLYAMP_CACHE", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in set_to.items():
+        monkeypatch.setenv(name, value)
+    assert str(extension.path_of("operators").parent.parent) == folder
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("POLYAMP_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(extension, "_lacking", lambda: None)
+    with pytest.raises(ExtensionError, match="POLYAMP_CACHE names another folder"):
+        extension.build("operators")
 
 
 # What the doctor says.
@@ -253,7 +262,7 @@ def test_the_doctor_says_how_to_build() -> None:
     status, note = described()
     assert status["library"] is None
     assert note.startswith("CUDA extension not in use: it is not built")
-    assert builder.COMMAND in note
+    assert extension.COMMAND in note
 
 
 def test_the_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,8 +275,8 @@ def test_the_doctor_says_that_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) 
     assert described()[1] == "CUDA extension not in use: POLYAMP_EXTENSION=off"
 
 
-def test_the_doctor_says_what_does_not_load(cache: Path) -> None:
-    library = plant(cache, b"no library")
+def test_the_doctor_says_what_does_not_load() -> None:
+    library = plant(b"no library")
     assert str(library) in described()[1]
 
 
@@ -276,14 +285,94 @@ def test_the_doctor_says_what_does_not_load(cache: Path) -> None:
 
 @pytest.mark.compilers
 @pytest.mark.parametrize(("mode", "used"), [("auto", True), ("require", True), ("off", False)])
-def test_what_is_built_is_used_unless_it_is_turned_off(compiled: dict[str, Path], mode: str, used: bool) -> None:
-    cache = compiled["operators"].parent.parent
-    said = run(ASK.replace('    said["cuda"]', "    #"), POLYAMP_CACHE=str(cache), POLYAMP_EXTENSION=mode)
+def test_what_is_built_is_used_unless_it_is_turned_off(compiled: Path, mode: str, used: bool) -> None:
+    said = run(ASK.replace('    said["cuda"]', "    #"), POLYAMP_CACHE=str(compiled), POLYAMP_EXTENSION=mode)
     found = json.loads(said)
     assert (found["cpu"], found["autocast"]) == (used, used)
     assert found["status"]["devices"] == (["cpu"] if used else [])
-    assert found["status"]["library"] == (str(compiled["operators"]) if used else None)
-    assert found["status"]["autocast"] == (str(compiled["autocast"]) if used else None)
+    for part, name in (("library", "operators"), ("autocast", "autocast")):
+        path = found["status"][part]
+        assert (path is not None and path.endswith(f"polyamp_{name}.so")) if used else path is None
+
+
+@pytest.mark.compilers
+def test_the_command_builds_once_unless_it_is_forced(compiled: Path) -> None:
+    environment = {**os.environ, "POLYAMP_CACHE": str(compiled)}
+    times = []
+    for options in ([], ["--force"]):
+        done = subprocess.run([*COMMAND, *options], env=environment, capture_output=True, text=True, check=True)
+        times.append([Path(line).stat().st_mtime for line in done.stdout.splitlines()])
+        assert ("polyamp builds" in done.stderr) == bool(options)
+    assert all(before < after for before, after in zip(*times, strict=True))
+
+
+COMPILER = """#!/bin/sh
+for word in "$@"; do [ "$word" = -c ] && { echo "$word" >>{log}; {then}; }; done
+exec c++ "$@"
+"""
+
+
+def compiler(folder: Path, then: str = ":") -> tuple[dict[str, str], Path]:
+    """A compiler that keeps a log of its calls, and does something before it compiles."""
+    script, log = folder / "compiler", folder / "log"
+    script.write_text(COMPILER.replace("{log}", str(log)).replace("{then}", then))
+    script.chmod(0o755)
+    return {**os.environ, "CXX": str(script), "POLYAMP_CACHE": str(folder / "cache")}, log
+
+
+@pytest.mark.compilers
+def test_processes_that_ask_at_once_build_once_also_after_one_was_killed(tmp_path: Path) -> None:
+    environment, log = compiler(tmp_path)
+    killed = subprocess.Popen(COMMAND, env=environment, start_new_session=True)
+    while not log.exists():
+        time.sleep(0.05)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    begun = len(log.read_text().split())
+    ranks = [subprocess.Popen(COMMAND, env=environment) for _ in range(2)]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    assert len(log.read_text().split()) <= begun + 5  # a source each
+
+
+@pytest.mark.compilers
+def test_a_failure_is_told_with_its_end_and_not_tried_again(tmp_path: Path) -> None:
+    environment, log = compiler(tmp_path, then="echo no such luck; exit 1")
+    calls = []
+    for options in ([], [], ["--force"]):
+        done = subprocess.run([*COMMAND, *options], env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert "no such luck" in done.stderr
+        assert "tries again" in done.stderr
+        assert "Traceback" not in done.stderr
+        calls.append(len(log.read_text().split()))
+    assert calls[0] == calls[1] < calls[2]
+
+
+def test_an_unknown_option_is_told_with_exit_code_2() -> None:
+    done = subprocess.run([*COMMAND, "--fast"], capture_output=True, text=True, check=False)
+    assert (done.returncode, "--fast" in done.stderr) == (2, True)
+
+
+CHECK = extension.CSRC / "check.py"
+
+
+@pytest.mark.parametrize(
+    ("log", "problem"),
+    [
+        ("Used 64 registers", None),
+        ("8 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads\nUsed 64 registers", "12 bytes"),
+        ("Used 20 registers\nFunction properties for pow\nUsed 66 registers", "66 registers, more than 64"),
+    ],
+)
+def test_what_the_check_of_the_kernels_fails_on(log: str, problem: str | None) -> None:
+    spec = importlib.util.spec_from_file_location("check", CHECK)
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(check := importlib.util.module_from_spec(spec))
+    (kernel,) = check.kernels(f"ptxas info: Compiling entry function 'step' for 'sm_90'\n{log}\n")
+    said = kernel.problem()
+    assert said is None if problem is None else problem in said
+    assert check.warnings("a.cu(3): warning #177-D: unused\nnothing") == ["a.cu(3): warning #177-D: unused"]
 
 
 STEP_WITHOUT_AUTOCAST = """
@@ -304,23 +393,22 @@ except polyamp.PolyampError as error:
 
 
 @pytest.mark.compilers
-def test_a_cache_with_the_operators_alone_will_do_for_steps(compiled: dict[str, Path], tmp_path: Path) -> None:
-    shutil.copytree(compiled["operators"].parent, tmp_path / "carried" / "operators-0")
+def test_a_cache_with_the_operators_alone_will_do_for_steps(compiled: Path, tmp_path: Path) -> None:
+    folder = compiled / extension.path_of("operators").parent.name
+    shutil.copytree(folder, tmp_path / "carried" / folder.name)
     said = run(STEP_WITHOUT_AUTOCAST, POLYAMP_CACHE=str(tmp_path / "carried"), POLYAMP_EXTENSION="require")
     assert said.startswith("True\nit is not built")
     assert "polyamp_autocast.so" in said
 
 
 @pytest.mark.compilers
-def test_a_second_library_is_not_loaded(compiled: dict[str, Path], tmp_path: Path) -> None:
-    other = shutil.copytree(compiled["operators"].parent, tmp_path / "other") / compiled["operators"].name
-    first = (
-        f"import torch; from polyamp.backends.torch.kernels import operators; torch.ops.load_library({str(other)!r})"
-    )
-    cache = compiled["operators"].parent.parent
-    said = json.loads(run(first + ASK, POLYAMP_CACHE=str(cache), POLYAMP_EXTENSION="require"))
-    assert "another build of the extension is loaded" in said["error"]
-    assert str(other) in said["error"]
+def test_the_kernels_code_is_clean_under_the_sanitizers(tmp_path: Path) -> None:
+    sources = [str(Path(__file__).parent / "native/sanitize.cpp"), str(extension.CSRC / "emulate.cpp")]
+    flags = ["-std=c++17", "-g", "-O1", "-ffp-contract=off", "-fsanitize=address,undefined", f"-I{extension.CSRC}"]
+    program = tmp_path / "sanitize"
+    subprocess.run(["c++", *flags, "-fno-sanitize-recover=all", *sources, "-o", program], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 # With a GPU.
@@ -328,7 +416,7 @@ def test_a_second_library_is_not_loaded(compiled: dict[str, Path], tmp_path: Pat
 BUILD_AT_FIRST_USE = """
 import logging
 logging.basicConfig(format="%(message)s", stream=__import__("sys").stdout)
-from polyamp.backends.torch.building import extension
+from polyamp.backends.torch import extension
 print(extension.available("cuda"), extension.available("cpu"), extension.status())
 """
 
@@ -361,7 +449,7 @@ print(bool(opt.last_step), torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_h
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mode", "ends"), [("auto", "False"), ("require", "no C++ compiler")])
 def test_without_a_compiler_a_gpu_goes_without_or_it_is_told(mode: str, ends: str) -> None:
-    code = "from polyamp.backends.torch.building import extension\ntry: print(extension.available('cuda'))\n"
+    code = "from polyamp.backends.torch import extension\ntry: print(extension.available('cuda'))\n"
     said = run(
         f"{code}except extension.ExtensionError as error: print(error)",
         CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", "0"),

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polyamp.backends.torch.building.recipes import CSRC
+from polyamp.backends.torch.extension import CSRC
 from support.own_process import run_tests
 from support.torch_fibers import RACE, faults_program, look_for_races, operators_on_fibers, races_program, run
 

@@ -81,7 +81,7 @@ class Task:
 
 
 def test_the_compiled_kernels_are_in_use() -> None:
-    from polyamp.backends.torch.building import extension
+    from polyamp.backends.torch import extension
 
     assert extension.available("cuda"), extension.status()
     way = Way(model := network("cuda"), wrapped(COVERED["adamw"](model.parameters()), None))

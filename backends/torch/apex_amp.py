@@ -178,16 +178,16 @@ class AmpState(ModuleType):
     Apex has a module and an object of the name ``_amp_state``. Here they are one.
     """
 
-    opt_properties: Properties  # missing before the first call of `initialize`, as `handle` is before the first O1
-    handle: AmpHandle
+    opt_properties: Properties  # missing before the first call of `initialize`
 
     def __init__(self) -> None:
         super().__init__("apex.amp._amp_state")
-        self.hard_override = self.allow_incoming_model_not_fp32 = False
+        self.handle: AmpHandle | None = None
+        self.allow_incoming_model_not_fp32 = False
         self.verbosity = 1
         self.loss_scalers: list[ShownScaler] = []
         self.scalers = LossScalers(LossScale.like("apex"))
-        self._amp_state, self.maybe_print, self.master_params = self, maybe_print, master_params
+        self._amp_state = self
 
 
 class ShownScaler:
@@ -239,13 +239,6 @@ class ShownScaler:
     @_unskipped.setter
     def _unskipped(self, steps: int) -> None:
         self.scaler.resume(self.scaler.state._replace(good_steps=steps))
-
-
-def maybe_print(message: str, rank0: bool = False) -> None:
-    """Print a message if ``_amp_state.verbosity`` is above 0; with ``rank0`` on the first rank only."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if _amp_state.verbosity > 0 and not (rank0 and distributed and torch.distributed.get_rank() != 0):
-        print(message)
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -364,16 +357,13 @@ def _check_models(models: Iterable[nn.Module]) -> None:
             )
         values = (*model.named_parameters(), *model.named_buffers())
         low = [f"{name} of {value.dtype}" for name, value in values if value.dtype in SIXTEEN_BIT]
-        if not low or _amp_state.allow_incoming_model_not_fp32:
-            continue
-        if not _amp_state.hard_override:
+        if low and not _amp_state.allow_incoming_model_not_fp32:
             raise UsageError(
                 "the model has 16-bit parameters or buffers",
                 where="amp.initialize",
                 found=low[0],
                 fix="pass the float32 model, without .half(): amp.initialize casts what has to be cast",
             )
-        print("Warning:  the model has 16-bit parameters or buffers")
 
 
 def _check_optimizers(optimizers: Iterable[Any]) -> None:
@@ -450,7 +440,7 @@ def _share_scales(
             "float32" if dtype == torch.float32 else "mixed_float16",  # Apex scales losses of bfloat16 too
             loss_scale=settings,
             master_weights=None if properties.master_weights else False,
-            saves="masters",
+            saves_scale=False,
             around=_around_step,
         )
         wrapper.scalers = shared
@@ -462,37 +452,24 @@ def _share_scales(
 # O1.
 
 
-def init(
-    enabled: bool = True,
-    loss_scale: Any = "dynamic",
-    enable_caching: bool = True,
-    verbose: bool = False,
-    allow_banned: bool = False,
-) -> AmpHandle:
-    """Turn O1 on until ``handle._deactivate()``, without models and optimizers.
-
-    Args:
-        enabled: False turns nothing on.
-        loss_scale, enable_caching, verbose: not used.
-        allow_banned: see `AmpHandle`.
-    """
+def init(enabled: bool = True, **without_effect: Any) -> AmpHandle:
+    """Turn O1 on until ``handle._deactivate()``, without models and optimizers; ``enabled=False`` turns nothing on."""
     found("apex.amp.init")
     warn_deprecated("apex.amp.init()", 'with polyamp.autocast("mixed_float16"):')
-    return _turn_on(allow_banned=allow_banned, enabled=enabled)
+    return _turn_on(enabled)
 
 
-def _turn_on(**options: bool) -> AmpHandle:
+def _turn_on(enabled: bool = True) -> AmpHandle:
     """Return a new handle, which replaces the last one."""
-    last: AmpHandle | None = getattr(_amp_state, "handle", None)
-    if last is not None:
+    if (last := _amp_state.handle) is not None:
         last._deactivate()
-    _amp_state.handle = handle = AmpHandle(**options)
+    _amp_state.handle = handle = AmpHandle(enabled)
     return _until_run_ends(handle)
 
 
 def _turned_on() -> AmpHandle:
     """Return the last handle if it is active, so that models of several calls share one; else a new one."""
-    handle: AmpHandle | None = getattr(_amp_state, "handle", None)
+    handle = _amp_state.handle
     if handle is None or not handle.is_open:
         return _turn_on()
     handle.replace_registered()
@@ -641,7 +618,7 @@ def _report_overflow(wrapped: Iterable[LossScaledOptimizer], loss_id: int) -> No
     flags = [flag for one in wrapped if (flag := one.window.flags.get(scaler)) is not None]
     if scaler.settings.dynamic and any(map(bool, flags)):
         smaller = advance(scaler.settings, on_host(scaler.state), False).scale
-        maybe_print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {smaller}")
+        print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {smaller}")
 
 
 # Saving.

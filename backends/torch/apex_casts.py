@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from polyamp.backends.torch.autocast.context import autocast_context
 from polyamp.backends.torch.autocast.weights import forget_casts
 from polyamp.backends.torch.casting import cast_to, leaves
-from polyamp.errors import InvalidValueError, UnsupportedError, warn_deprecated
+from polyamp.errors import InvalidValueError, warn_deprecated
 from polyamp.policies import policy
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -39,10 +39,6 @@ class _Here(threading.local):
 _HERE = _Here()
 
 
-class BannedFunctionError(UnsupportedError, NotImplementedError):
-    """Raised for a function that Apex refuses on float16 inputs."""
-
-
 class AmpHandle:
     """What turns O1 on, in this thread and in others that ask for it, until ``_deactivate()``.
 
@@ -51,18 +47,15 @@ class AmpHandle:
     (True, torch.float16, None, torch.float32)
 
     Args:
-        allow_banned: run ``binary_cross_entropy`` of float16 inputs in float32 instead of refusing it.
         enabled: False turns nothing on.
     """
 
-    def __init__(self, *, allow_banned: bool = False, enabled: bool = True) -> None:
+    def __init__(self, enabled: bool = True) -> None:
         self.is_open = enabled
         self._replaced: list[tuple[Any, str, Any]] = []
         if enabled:
             self.replace_registered()
             self.enter_here()
-            if not allow_banned:
-                self._replace(nn.functional, "binary_cross_entropy", _banned)
 
     def is_active(self) -> bool:
         """Return whether operations have the formats of O1 here."""
@@ -81,7 +74,9 @@ class AmpHandle:
     def replace_registered(self) -> None:
         """Replace the functions that were registered since the last call, until the handle is deactivated."""
         for (owner, name), cast in _registered.items():
-            self._replace(owner, name, functools.partial(_casting, cast=cast))
+            original = getattr(owner, name)
+            self._replaced.append((owner, name, original))
+            setattr(owner, name, _casting(original, cast=cast))
         _registered.clear()
 
     def watch(self, model: nn.Module) -> None:
@@ -95,11 +90,6 @@ class AmpHandle:
             forget_casts()
             torch.set_autocast_cache_enabled(True)
 
-    def _replace(self, owner: Any, name: str, changed: Callable[[Any], Any]) -> None:
-        original = getattr(owner, name)
-        self._replaced.append((owner, name, original))
-        setattr(owner, name, changed(original))
-
     def _deactivate(self) -> None:
         # Other threads leave the region when they ask for another.
         self.is_open = False
@@ -107,12 +97,6 @@ class AmpHandle:
             _leave_here()
         while self._replaced:
             setattr(*self._replaced.pop())
-
-    def _disable_casts(self) -> AbstractContextManager[None]:
-        return casts_off()
-
-    def _clear_cache(self) -> None:
-        forget_casts()
 
 
 def _call_ends(model: nn.Module, args: Any, outputs: Any) -> None:
@@ -139,23 +123,6 @@ def casts_off() -> Iterator[None]:
         return
     with autocast_context(_FLOAT32):
         yield
-
-
-def _banned(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def binary_cross_entropy(*args: Any, **kwargs: Any) -> Any:
-        given = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
-        if is_here() and any(one.dtype == torch.float16 for one in given):
-            raise BannedFunctionError(
-                "apex.amp refuses binary_cross_entropy of float16 inputs, whose rounding it would amplify",
-                where="torch.nn.functional.binary_cross_entropy",
-                found="an input of torch.float16",
-                fix="use binary_cross_entropy_with_logits (BCEWithLogitsLoss) in place of a sigmoid and this loss; or "
-                'call amp.register_float_function(torch, "sigmoid") before amp.initialize',
-            )
-        return original(*args, **kwargs)
-
-    return binary_cross_entropy
 
 
 # Functions whose format the program chooses.

@@ -24,7 +24,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
@@ -32,18 +32,16 @@ import polyamp
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.saving import is_plain
 from polyamp.backends.torch.unstable import note_step
-from polyamp.errors import InvalidValueError, UsageError, unreported
+from polyamp.errors import unreported
 from polyamp.loss_scale import LossScale
 from polyamp.policies import Policy
 from polyamp.refusals import no_optimizer, wrapped_already
-from polyamp.validation import shown
-
-Saves = Literal["all", "masters", "inner"]
 
 Around = Callable[[LossScaledOptimizer, Any], AbstractContextManager[None]]
 
-_WRAPPER, _SAVES, _AROUND = "polyamp_wrapper", "polyamp_saves", "polyamp_around"
-_OWN = frozenset({_WRAPPER, _SAVES, _AROUND, "step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"})
+_WRAPPER, _SAVES_SCALE, _AROUND = "polyamp_wrapper", "polyamp_saves_scale", "polyamp_around"
+_METHODS = {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
+_OWN = frozenset({_WRAPPER, _SAVES_SCALE, _AROUND, *_METHODS})
 _OF_SCALERS = frozenset({"grad_scale", "found_inf"})  # attributes by which torch's scaler passes its scale
 
 
@@ -78,18 +76,18 @@ class Attached:
         _wrapper(self).add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapper's state, or the hidden optimizer's; see ``saves`` of `attach`."""
-        wrapper, saves = _wrapper(self), vars(self)[_SAVES]
-        has_more = saves == "all" or (saves == "masters" and wrapper.masters is not None)
+        """Return the wrapper's state; that of the plain optimizer if there is nothing else to save."""
+        wrapper = _wrapper(self)
+        has_more = vars(self)[_SAVES_SCALE] or wrapper.masters is not None
         return (wrapper if has_more else wrapper.inner).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, of a plain optimizer too: then the loss scale stays as it is, as it does without "all"."""
+        """Load a state, also of a plain optimizer: then the loss scale stays as it is."""
         wrapper = _wrapper(self)
         kept = [(scaler, scaler.state) for scaler in wrapper.scalers]
         with unreported() if is_plain(state_dict) else nullcontext():
             wrapper.load_state_dict(state_dict)
-        if is_plain(state_dict) or vars(self)[_SAVES] != "all":
+        if is_plain(state_dict) or not vars(self)[_SAVES_SCALE]:
             for scaler, state in kept:
                 scaler.resume(state)
 
@@ -111,7 +109,7 @@ class Attached:
             delattr(_holder(self, name), name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _attached, (_wrapper(self), vars(self)[_SAVES], vars(self)[_AROUND])
+        return _attached, (_wrapper(self), vars(self)[_SAVES_SCALE], vars(self)[_AROUND])
 
 
 def _nothing_around(wrapper: LossScaledOptimizer, closure: Any) -> AbstractContextManager[None]:
@@ -123,107 +121,52 @@ def attach(
     policy: Policy | str | None = None,
     *,
     loss_scale: LossScale | float | None = None,
-    max_grad_norm: float | None = None,
-    saves: Saves = "all",
+    saves_scale: bool = True,
     around: Around = _nothing_around,
     **options: Any,
 ) -> LossScaledOptimizer:
-    """Make an optimizer act as its wrapper, and return the wrapper, which scales the losses.
-
-    From then on ``step``, ``zero_grad``, ``add_param_group``, ``state_dict`` and ``load_state_dict`` of the optimizer
-    are the wrapper's. Everything else, such as ``param_groups`` and further attributes, is as before.
-
-    >>> weight = torch.ones(1, requires_grad=True)
-    >>> sgd = torch.optim.SGD([weight], lr=0.5)
-    >>> wrapper = attach(sgd, "mixed_float16")
-    >>> wrapper.backward(weight.sum())
-    >>> sgd.step()
-    >>> weight.detach(), isinstance(sgd, torch.optim.SGD), wrapper_of(sgd) is wrapper
-    (tensor([0.5000]), True, True)
-
-    Args:
-        optimizer: a plain optimizer, also one that schedulers and other code have already.
-        policy: as in `polyamp.wrap_optimizer`; so are ``loss_scale``, ``max_grad_norm`` and the options.
-        loss_scale: see ``policy``.
-        max_grad_norm: see ``policy``.
-        saves: "all": ``state_dict`` includes loss scale and master weights, to resume bit for bit. "masters": master
-            weights if there are any, and the program saves the loss scale itself. "inner": only what the plain
-            optimizer saves. `load_state_dict` accepts the states of all three.
-        around: returns a context manager for the wrapper and the closure of each step, which runs inside it. A function
-            of a module, so that copies and pickles have it too.
-        **options: see ``policy``.
-
-    Raises:
-        InvalidTypeError: ``optimizer`` is not an optimizer.
-        InvalidValueError: ``saves`` is another word.
-        UsageError: the optimizer is wrapped already.
-    """
+    """Make an optimizer act as its wrapper, and return the wrapper, which scales the losses."""
+    # Without `saves_scale` the program saves the loss scale itself. `around` returns a context manager for each step: a
+    # function of a module, so that copies and pickles have it too. The rest is as in `polyamp.wrap_optimizer`.
     if wrapper_of(optimizer) is not None or isinstance(optimizer, LossScaledOptimizer):
         raise wrapped_already(f"{type(optimizer).__name__} with a loss scale", fix="attach it once")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
-    if saves not in get_args(Saves):
-        raise InvalidValueError(
-            "unknown part of a state", where="attach(saves=)", found=repr(saves), allowed='"all", "masters" or "inner"'
-        )
     kind = type(optimizer)
     hidden: torch.optim.Optimizer = kind.__new__(kind)
     vars(hidden).update(vars(optimizer))
     if hasattr(vars(hidden).get("step"), "_wrapped_by_lr_sched"):
         del vars(hidden)["step"]  # a scheduler's replacement, which only notes that a step was made
-    limit: dict[str, Any] = {"loss_scale": loss_scale, "max_grad_norm": max_grad_norm}
-    wrapper: LossScaledOptimizer = polyamp.wrap_optimizer(hidden, policy, **limit, **options)
+    wrapper: LossScaledOptimizer = polyamp.wrap_optimizer(hidden, policy, loss_scale=loss_scale, **options)
     vars(optimizer).clear()
-    _become(optimizer, wrapper, saves, around)
+    _become(optimizer, wrapper, saves_scale, around)
     return wrapper
 
 
 def wrapper_of(optimizer: object) -> LossScaledOptimizer | None:
-    """Return the wrapper that `attach` returned for an optimizer; None for any other object.
-
-    >>> wrapper_of(torch.optim.SGD([torch.ones(1)])) is None
-    True
-    """
+    """Return the wrapper that `attach` returned for an optimizer; None for any other object."""
     return _wrapper(optimizer) if isinstance(optimizer, Attached) else None
 
 
 def detach(optimizer: torch.optim.Optimizer) -> None:
-    """Make an attached optimizer a plain one again, with its current groups and state.
-
-    >>> sgd = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.5)
-    >>> wrapper = attach(sgd, "mixed_float16")
-    >>> detach(sgd), type(sgd) is torch.optim.SGD
-    (None, True)
-
-    Raises:
-        UsageError: it is not attached, or it trains master weights, which a plain optimizer would not write back.
-    """
-    wrapper = wrapper_of(optimizer)
-    if wrapper is None:
-        raise UsageError("the optimizer is not attached", where="detach(optimizer)", found=shown(optimizer))
-    if wrapper.masters is not None:
-        raise UsageError(
-            "the optimizer trains master weights, which a plain optimizer would not round into the model",
-            where="detach(optimizer)",
-            found=shown(optimizer),
-            fix="make a new optimizer for the model",
-        )
+    """Make an attached optimizer a plain one again, with its current groups and state."""
+    wrapper = _wrapper(optimizer)
     object.__setattr__(optimizer, "__class__", type(wrapper.inner))
     vars(optimizer).clear()
     vars(optimizer).update(vars(wrapper.inner))
 
 
-def _become(optimizer: Any, wrapper: LossScaledOptimizer, saves: Saves, around: Around) -> None:
+def _become(optimizer: Any, wrapper: LossScaledOptimizer, saves_scale: bool, around: Around) -> None:
     kind: Any = type(wrapper.inner)
     object.__setattr__(optimizer, "__class__", _class_of(kind))
-    vars(optimizer).update({_WRAPPER: wrapper, _SAVES: saves, _AROUND: around})
+    vars(optimizer).update({_WRAPPER: wrapper, _SAVES_SCALE: saves_scale, _AROUND: around})
 
 
-def _attached(wrapper: LossScaledOptimizer, saves: Saves, around: Around) -> Any:
+def _attached(wrapper: LossScaledOptimizer, saves_scale: bool, around: Around) -> Any:
     """Return a new attached optimizer, for copies and pickles."""
     kind = type(wrapper.inner)
     optimizer = kind.__new__(kind)
-    _become(optimizer, wrapper, saves, around)
+    _become(optimizer, wrapper, saves_scale, around)
     return optimizer
 
 

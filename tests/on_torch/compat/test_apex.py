@@ -14,23 +14,17 @@ from torch import nn
 
 import polyamp
 from polyamp.backends.torch import apex
-from polyamp.backends.torch.apex import TABLE, modules
-from polyamp.errors import PolyampDeprecationWarning, UnsupportedError
-
-pytestmark = pytest.mark.filterwarnings("ignore::polyamp.errors.PolyampDeprecationWarning")
+from polyamp.backends.torch.apex import TABLE, Missing, modules
+from polyamp.errors import UnsupportedError
 
 NAMES = [(module, name) for module, names in TABLE.items() for name in names]
-PAGE = Path(__file__).parents[3] / "docs" / "migrate" / "apex.md"
 X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
-
-
-def named(module: str, name: str) -> Any:
-    return getattr(modules()[module], name)
 
 
 def test_the_modules_are_reached_from_their_parents() -> None:
     assert modules()["apex"].amp is apex.amp
     assert modules()["apex.amp._amp_state"]._amp_state is apex.amp._amp_state
+    assert modules()["apex.normalization.fused_layer_norm"].FusedLayerNorm is nn.LayerNorm
     for name, module in modules().items():
         parent, _, last = name.rpartition(".")
         assert not parent or getattr(modules()[parent], last) is module
@@ -43,7 +37,7 @@ OPTIMIZERS: dict[str, tuple[dict[str, Any], Made]] = {
         {"lr": 0.1, "weight_decay": 0.1, "adam_w_mode": False},
         lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1),
     ),
-    "FusedSGD": ({"lr": 0.1, "momentum": 0.9, "set_grad_none": True}, lambda p: torch.optim.SGD(p, 0.1, 0.9)),
+    "FusedSGD": ({"lr": 0.1, "momentum": 0.9}, lambda p: torch.optim.SGD(p, 0.1, 0.9)),
     "FusedAdagrad": ({"eps": 1e-3}, lambda p: torch.optim.Adagrad(p, eps=1e-3)),
 }
 
@@ -53,86 +47,80 @@ def test_optimizers_are_torchs(case: str) -> None:
     options, expected = OPTIMIZERS[case]
     model, twin = nn.Linear(4, 2), nn.Linear(4, 2)
     twin.load_state_dict(model.state_dict())
-    ours, theirs = (
-        named("apex.optimizers", case.partition(",")[0])(model.parameters(), **options),
-        expected(twin.parameters()),
-    )
+    ours = TABLE["apex.optimizers"][case.partition(",")[0]](model.parameters(), **options)
+    theirs = expected(twin.parameters())
     assert type(ours) is type(theirs)
-    for _ in range(3):
-        for one, opt in ((model, ours), (twin, theirs)):
-            opt.zero_grad()
-            one(X).square().mean().backward()
-            opt.step()
+    for one, opt in ((model, ours), (twin, theirs)):
+        one(X).square().mean().backward()
+        opt.step()
     assert torch.equal(model.weight, twin.weight)
-
-
-@pytest.mark.parametrize(("name", "twin"), [("FusedLayerNorm", nn.LayerNorm(4)), ("FusedRMSNorm", nn.RMSNorm(4, 1e-5))])
-def test_norms_are_torchs(name: str, twin: nn.Module) -> None:
-    layer = named("apex.normalization.fused_layer_norm", name)(4, memory_efficient=True)
-    assert isinstance(layer, type(twin))
-    assert named("apex.normalization", f"Mixed{name}") is named("apex.normalization", name)
-    assert torch.equal(layer(X), twin(X))
-
-
-def test_batch_norms_are_converted_to_torchs() -> None:
-    parallel = modules()["apex.parallel"]
-    model = parallel.convert_syncbn_model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    assert type(model[1]) is nn.SyncBatchNorm is parallel.SyncBatchNorm
-    assert parallel.create_syncbn_process_group(0) is None
-
-
-def test_data_parallel_training_is_torchs(tmp_path: Path) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    try:
-        parallel = modules()["apex.parallel"].DistributedDataParallel
-        model = parallel(nn.Linear(4, 2), delay_allreduce=True, num_allreduce_streams=2)
-        assert isinstance(model, nn.parallel.DistributedDataParallel)
-        assert model.find_unused_parameters
-        model(X).sum().backward()
-        for option in (
-            {"gradient_average": False},
-            {"gradient_predivide_factor": 2.0},
-            {"allreduce_always_fp32": True},
-        ):
-            with pytest.raises(UnsupportedError, match=next(iter(option))):
-                parallel(nn.Linear(4, 2), **option)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_a_network_is_converted_as_at_o2() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    expected = polyamp.convert(copy.deepcopy(model), "O2")
-    half = named("apex.fp16_utils", "network_to_half")(model)
-    assert {name: value.dtype for name, value in half.state_dict().items()} == {
-        name: value.dtype for name, value in expected.state_dict().items()
-    }
 
 
 @pytest.mark.parametrize("option", [{"bias_correction": False}, {"capturable": True}, {"master_weights": True}])
 def test_options_that_torch_does_not_have_are_refused(option: dict[str, bool]) -> None:
     with pytest.raises(UnsupportedError, match=next(iter(option))):
-        named("apex.optimizers", "FusedAdam")(nn.Linear(4, 2).parameters(), **option)
+        TABLE["apex.optimizers"]["FusedAdam"](nn.Linear(4, 2).parameters(), **option)
 
 
-MISSING = [(module, name) for module, name in NAMES if name not in vars(apex)]
+def test_layers_are_torchs() -> None:
+    layer = TABLE["apex.normalization"]["FusedRMSNorm"](4)
+    assert isinstance(layer, nn.RMSNorm)
+    assert torch.equal(layer(X), nn.RMSNorm(4, eps=1e-5)(X))
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    half = TABLE["apex.fp16_utils"]["network_to_half"](copy.deepcopy(model))
+    expected = polyamp.convert(copy.deepcopy(model), "O2")
+    assert [one.dtype for one in half.state_dict().values()] == [one.dtype for one in expected.state_dict().values()]
+    assert type(TABLE["apex.parallel"]["convert_syncbn_model"](model)[1]) is nn.SyncBatchNorm
 
 
-@pytest.mark.parametrize(("module", "name"), MISSING)
+def test_data_parallel_training_is_torchs(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        parallel = TABLE["apex.parallel"]["DistributedDataParallel"]
+        model = parallel(nn.Linear(4, 2), delay_allreduce=True, num_allreduce_streams=2)
+        assert isinstance(model, nn.parallel.DistributedDataParallel)
+        assert model.find_unused_parameters
+        model(X).sum().backward()
+        for option, value in (("gradient_average", False), ("gradient_predivide_factor", 2.0)):
+            with pytest.raises(UnsupportedError, match=option):
+                parallel(nn.Linear(4, 2), **{option: value})
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("module", "name"), [key for key in NAMES if isinstance(TABLE[key[0]][key[1]], Missing)])
 def test_what_torch_does_not_have_is_refused_where_it_is_used(module: str, name: str) -> None:
-    with pytest.raises(UnsupportedError, match=re.escape(TABLE[module][name])):
-        named(module, name)(nn.Linear(4, 2).parameters())
-    assert not named(module, name).available
+    missing = TABLE[module][name]
+    with pytest.raises(UnsupportedError, match=re.escape(missing.instead)):
+        missing(nn.Linear(4, 2).parameters())
+    assert not missing.available
 
 
-def test_each_name_shows_once_what_to_write_instead() -> None:
-    for name in ("FusedLayerNorm", "FusedRMSNorm"):
-        with pytest.warns(PolyampDeprecationWarning, match=re.escape(TABLE["apex.normalization"][name])) as caught:
-            named("apex.normalization", name)(4)
-        assert caught[0].filename == __file__
+# The page for those who come from Apex.
+
+PAGE = (Path(__file__).parents[3] / "docs" / "migrate" / "apex.md").read_text()
+ROWS = [[cell.strip() for cell in line.split(" | ")] for line in PAGE.splitlines() if line.startswith("| `")]
 
 
 @pytest.mark.parametrize(("module", "name"), NAMES)
 def test_the_page_has_every_name(module: str, name: str) -> None:
-    (row,) = (line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{module}.{name}`"))
-    assert re.split("[;:,] ", TABLE[module][name])[0] in row.replace("`", "")
+    (row,) = (row for row in ROWS if row[0] == f"| `{module}.{name}`")
+    value = TABLE[module][name]
+    assert not isinstance(value, Missing) or value.instead in row[1]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip("|` "))
+def test_the_new_lines_of_the_page_run(row: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    opts = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, model, nn.Linear(4, 4))]
+    names: dict[str, Any] = {"torch": torch, "polyamp": polyamp, "LossScale": polyamp.LossScale, "model": model, "x": X}
+    names |= {"params": list(model.parameters()), "shape": 4, "tensors": [X.clone()], "number": 2.0}
+    names |= {"saved": {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 7}}, "flag": True, "level": "O1"}
+    names |= {"opt": opts[0], "opt1": opts[0], "opt2": opts[2], "plain": opts[1], "loss": model(X).square().mean()}
+    if "wrap_optimizer(opt" not in row[1]:
+        names["opt"] = polyamp.wrap_optimizer(opts[0], "mixed_float16")
+        if "backward" not in row[1]:
+            names["opt"].backward(names["loss"])
+    for line in re.findall(r"`([^`]+)`", row[1]):
+        if "DistributedDataParallel" not in line:  # which needs a process group
+            exec(line, names)

@@ -35,9 +35,9 @@ LABELS = torch.tensor(DIGITS.target[:512])
 @pytest.fixture(autouse=True)
 def _levels_end_with_their_test() -> Iterator[None]:
     yield
-    if hasattr(_amp_state, "handle"):
+    if _amp_state.handle is not None:
         _amp_state.handle._deactivate()
-    _amp_state.allow_incoming_model_not_fp32 = _amp_state.hard_override = False
+    _amp_state.allow_incoming_model_not_fp32 = False
     _amp_state.verbosity = 1
 
 

@@ -28,7 +28,7 @@ HALF = X.half()
 @pytest.fixture(autouse=True)
 def _levels_end_with_their_test() -> Iterator[None]:
     yield
-    if hasattr(_amp_state, "handle"):
+    if _amp_state.handle is not None:
         _amp_state.handle._deactivate()
 
 
@@ -37,7 +37,6 @@ def native_state() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
-        functional.binary_cross_entropy,
         torch.sigmoid,
     )
 
@@ -52,8 +51,6 @@ def test_the_handle_turns_everything_off_again() -> None:
     with amp.disable_casts():
         assert (X @ X).dtype == torch.sigmoid(X).dtype == torch.float32
         assert not handle.is_active()
-    with handle._disable_casts():
-        assert (X @ X).dtype == torch.float32
     handle._deactivate()
     assert native_state() == before
     assert not handle.is_active()
@@ -70,20 +67,8 @@ def test_a_new_handle_replaces_the_last_one() -> None:
     second = amp.init(allow_banned=True)
     assert not first.is_active()
     assert second.is_active()
-    assert functional.binary_cross_entropy(HALF, HALF).dtype == torch.float32
     second._deactivate()
     assert native_state() == before
-
-
-def test_binary_cross_entropy_of_float16_is_refused() -> None:
-    amp.init()
-    for loss in (functional.binary_cross_entropy, nn.BCELoss()):
-        with pytest.raises(NotImplementedError, match="with_logits") as caught:
-            loss(HALF, HALF)
-        assert isinstance(caught.value, polyamp.PolyampError)
-        assert loss(X, X).item() == 0.0
-    with amp.disable_casts():
-        assert functional.binary_cross_entropy(HALF, HALF).item() == 0.0
 
 
 @pytest.mark.parametrize(

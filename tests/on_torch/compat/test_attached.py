@@ -110,7 +110,7 @@ def test_schedulers_work_and_warn_only_about_a_wrong_order(before: bool, skipped
 def test_copies_are_attached_and_train_alike(how: str, dtype: torch.dtype) -> None:
     model = model_of(dtype)
     opt = torch.optim.Adam(model.parameters(), lr=0.1)
-    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE, saves="inner")
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE, saves_scale=False)
     train(model, opt, wrapper)
     if how == "pickle":
         twin_model, twin = pickle.loads(pickle.dumps((model, opt)))
@@ -127,7 +127,8 @@ def test_copies_are_attached_and_train_alike(how: str, dtype: torch.dtype) -> No
     train(twin_model, twin, other)
     assert isinstance(twin, torch.optim.Adam)
     assert contents(other) == contents(wrapper)
-    assert twin.state_dict().keys() == opt.state_dict().keys() == {"state", "param_groups"}
+    assert twin.state_dict().keys() == opt.state_dict().keys()
+    assert ("loss_scale" in opt.state_dict()) is (dtype == torch.float16)  # with masters, which a plain state lacks
 
 
 def test_nothing_keeps_the_object_alive() -> None:
@@ -163,11 +164,11 @@ def test_a_full_state_resumes_bit_for_bit(dtype: torch.dtype) -> None:
     assert contents(other_wrapper) == contents(wrapper)
 
 
-@pytest.mark.parametrize("saves", ["all", "inner"])
-def test_a_plain_state_leaves_the_loss_scale(saves: Any) -> None:
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_plain_state_leaves_the_loss_scale(saves: bool) -> None:
     model = model_of()
     opt = torch.optim.Adam(model.parameters(), lr=0.1)
-    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE, saves=saves)
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE, saves_scale=saves)
     train(model, opt, wrapper, 4, bad=1)
     plain = torch.optim.Adam(model_of().parameters(), lr=0.25)
     opt.load_state_dict(plain.state_dict())
@@ -235,8 +236,6 @@ def test_closures_and_hooks() -> None:
 
 def test_what_cannot_be_attached_is_refused_and_nothing_changes() -> None:
     opt = torch.optim.SGD(model_of().parameters(), lr=0.5)
-    with pytest.raises(polyamp.errors.InvalidValueError, match="unknown part"):
-        attach(opt, "mixed_float16", loss_scale=SCALE, saves="some")  # type: ignore[arg-type]
     with pytest.raises(polyamp.errors.InvalidValueError):
         attach(opt, "mixed_float16", max_grad_norm=-1.0)
     assert type(opt) is torch.optim.SGD
@@ -268,8 +267,6 @@ def test_torchs_scaler_around_it_is_refused(fused: bool) -> None:
 def test_detached_it_is_plain_again() -> None:
     model = model_of()
     opt = torch.optim.Adam(model.parameters(), lr=0.5)
-    with pytest.raises(polyamp.errors.UsageError, match="not attached"):
-        detach(opt)
     wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
     train(model, opt, wrapper)
     state = opt.state
@@ -281,10 +278,6 @@ def test_detached_it_is_plain_again() -> None:
     opt.zero_grad()
     loss_of(model).backward()
     opt.step()
-    half = torch.optim.SGD(model_of(torch.float16).parameters(), lr=0.5)
-    attach(half, "float16")
-    with pytest.raises(polyamp.errors.UsageError, match="master weights"):
-        detach(half)
 
 
 def test_a_replaced_step_may_look_its_class_up() -> None:

@@ -38,11 +38,11 @@ import keeping
 import typer
 from interleave import console
 from keeping import Row, machine
-from models import founding
 from rich.progress import track
 from whole_steps import chosen
 
 import polyamp
+from models import founding
 from polyamp import LossScale
 
 PAGE = Path(__file__).parents[1] / "docs" / "explain" / "founding_tables.md"

@@ -203,13 +203,6 @@ class CollectFacts(Protocol):
         """
 
 
-class TrainDigits(Protocol):
-    """``train_digits``, for a framework that ``polyamp demo`` can show."""
-
-    def __call__(self, task: Any) -> Any:
-        """Train the demo's classifier for a `polyamp.demo.Task`, and return its `polyamp.demo.Trace`."""
-
-
 class AdapterTable:
     """An adapter as a table: the name of each verb, and the function that does it.
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import platform
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -24,10 +22,6 @@ from polyamp.commands import diagnosis
 from polyamp.commands import run as running
 from polyamp.commands.parity import parity
 from polyamp.errors import MissingFrameworkError, PolyampError
-from polyamp.refusals import missing
-
-if TYPE_CHECKING:
-    from polyamp.demo import Run
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (diagnosis.explain, diagnosis.diagnose, parity):
@@ -108,61 +102,31 @@ def demo(
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw loss and loss scale into this image.")] = None,
 ) -> None:
     """Train handwritten digits in float32 and in mixed precision, in every installed framework."""
-    try:
-        from polyamp import demo as digits
-    except ModuleNotFoundError as error:
-        raise missing("numpy", extra="demo") from error
-    adapters, absent = digits.trainers(framework)
+    from polyamp import demo as digits
+
+    examples, absent = digits.examples(framework)
     for reason in absent:
         console.print(reason, style="yellow", highlight=False, markup=False)
     if not registry.names():
         raise registry.unregistered(where="polyamp demo")
-    if not adapters:
+    if not examples:
         raise MissingFrameworkError("no framework to train in", where="polyamp demo", fix='pip install "polyamp[all]"')
-    done = _train(digits, adapters, digits.digits_task(steps))
-    console.print(demo_table(done))
-    if json_file:
-        json_file.write_text(json.dumps(digits.report(adapters, done), indent=2) + "\n")
-    if plot_file:
-        digits.plot(done, str(plot_file))
-
-
-def _train(digits: Any, adapters: list[Any], task: Any) -> list[Run]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("training", total=len(adapters) * len(digits.POLICIES) * len(task.batches))
-        task = digits.replace(task, on_step=lambda: progress.advance(bar))
-        return list(digits.runs(adapters, task, lambda title: progress.update(bar, description=title)))
-
-
-def demo_table(done: list[Run]) -> Table:
-    """Return the demo's runs as a table, one row each."""
-    caption = "The same weights and batches in every row. difference: the largest, of one step's loss, from float32."
-    table = Table(title="Handwritten digits", caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("framework", "policy"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("accuracy", "loss", "difference", "scale", "skipped", "params", "activations", "time"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for run in done:
-        trace = run.trace
-        table.add_row(
-            run.framework,
-            run.policy,
-            f"{trace.accuracy:.2%}",
-            f"{trace.losses[-1]:.4f}",
-            f"{run.largest_difference:.4f}",
-            _power_of_two(trace.scales[-1]),
-            f"{run.skipped}",
-            f"{trace.parameter_bytes / 1024:.1f} KiB",
-            f"{trace.activation_bytes / 1024:.1f} KiB",
-            f"{trace.first_step_seconds + trace.seconds:.1f} s",
+        bar = progress.add_task("training", total=len(examples) * len(digits.POLICIES) * steps)
+        done = list(
+            digits.runs(
+                examples,
+                steps,
+                announce=lambda title: progress.update(bar, description=title),
+                on_step=lambda: progress.advance(bar),
+            )
         )
-    return table
-
-
-def _power_of_two(scale: float) -> str:
-    mantissa, exponent = math.frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 and scale != 1 else f"{scale:g}"
+    console.print(digits.table(done))
+    if json_file:
+        json_file.write_text(json.dumps(digits.report(examples, done), indent=2) + "\n")
+    if plot_file:
+        digits.plot(done, str(plot_file))
 
 
 def main() -> None:

@@ -72,7 +72,6 @@ FSDP_POLICY: Verb[interface.FsdpPolicy] = Verb("fsdp_policy", interface.FsdpPoli
 IS_LOWERING: Verb[interface.IsLowering] = Verb("is_lowering", interface.IsLowering)
 RECORD: Verb[interface.Record] = Verb("record", interface.Record)
 FACTS: Verb[interface.CollectFacts] = Verb("facts", interface.CollectFacts)
-TRAIN_DIGITS: Verb[interface.TrainDigits] = Verb("train_digits", interface.TrainDigits)
 
 OPTIONAL: tuple[Verb[Any], ...] = (
     AUTOCAST_CONTEXT,
@@ -88,7 +87,6 @@ OPTIONAL: tuple[Verb[Any], ...] = (
     IS_LOWERING,
     RECORD,
     FACTS,
-    TRAIN_DIGITS,
 )
 
 

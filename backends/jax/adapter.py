@@ -38,6 +38,5 @@ adapter = AdapterTable(
         "explain": planned,
         "record": "polyamp.backends.jax.recording.record:record",
         "facts": "polyamp.backends.jax.facts:facts",
-        "train_digits": "polyamp.backends.jax.demo:train_digits",
     },
 )

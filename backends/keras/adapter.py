@@ -43,7 +43,6 @@ adapter = AdapterTable(
         "explain": "polyamp.backends.keras.explain:explain",
         "record": "polyamp.backends.keras.recording.record:record",
         "facts": "polyamp.backends.keras.facts:facts",
-        "train_digits": "polyamp.backends.keras.demo:train",
     },
     instead={
         "rewrite": "rewrite a function that calls the model, or its step: model.train_step = "

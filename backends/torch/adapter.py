@@ -37,6 +37,5 @@ adapter = AdapterTable(
         "fsdp_policy": "polyamp.backends.torch.sharding:fsdp_policy",
         "record": "polyamp.backends.torch.recording.record:record",
         "facts": "polyamp.backends.torch.facts:facts",
-        "train_digits": "polyamp.backends.torch.demo:train",
     },
 )

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from polyamp import registry
 from polyamp.adapter import Adapter
-from polyamp.demo import Task, Trace, initial_weights
 from polyamp.dispatch import (
     AUTOCAST_CONTEXT,
     AUTOCAST_FUNCTION,
@@ -31,14 +30,13 @@ from polyamp.dispatch import (
     REWRITE,
     SAVE_LOSS_SCALE,
     TRACED_CONTEXT,
-    TRAIN_DIGITS,
     VALUE_AND_GRAD,
     Verb,
     adapter_for,
 )
 from polyamp.errors import InvalidTypeError
 from polyamp.formats import name_of_dtype
-from polyamp.loss_scale import LossScale, advance
+from polyamp.loss_scale import LossScale
 from polyamp.policies import policy
 from polyamp.testing.harness import Harness, random_arrays
 
@@ -203,18 +201,6 @@ class OptionalVerbs:
                 assert ("matmul", "float16") in [(one.name, one.format) for one in found.plan.operations]
             assert [set(one.sizes) for one in found.products] == [{1, 8}]
 
-    def test_train_digits_returns_a_number_for_each_step(self, harness: Harness) -> None:
-        train = offered(TRAIN_DIGITS, harness)
-        steps: list[None] = []
-        trace = train(_task(lambda: steps.append(None)))
-        assert isinstance(trace, Trace)
-        assert len(trace.losses) == len(trace.scales) == len(trace.applied) == len(steps) == 2
-        assert np.isfinite(trace.losses).all()
-        state = FLOAT16.loss_scale.initial_state()
-        for applied, scale in zip(trace.applied, trace.scales, strict=True):
-            state = advance(FLOAT16.loss_scale, state, applied)
-            assert scale == state.scale
-
 
 def trainable(harness: Harness, array: NDArray[Any]) -> Any:
     """Return an array that gradients are recorded for, or skip the test."""
@@ -222,12 +208,3 @@ def trainable(harness: Harness, array: NDArray[Any]) -> Any:
     if make is None:
         pytest.skip("the harness has no method `trainable`")
     return make(array)
-
-
-def _task(on_step: Callable[[], None]) -> Task:
-    rng = np.random.default_rng(0)
-    images: NDArray[Any] = rng.random((12, 8, 8, 1), np.float32)
-    labels = rng.integers(0, 10, 12).astype(np.int32)
-    batches = np.arange(8).reshape(2, 4)
-    weights = initial_weights(rng)
-    return Task(FLOAT16, weights, images, labels, images, labels, batches, on_step=on_step)

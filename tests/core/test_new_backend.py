@@ -74,7 +74,6 @@ def test_suite_goes_red_for_a_planted_fault(installed: Path, tmp_path: Path, fau
 
 IMPORTS = """
 from contextlib import nullcontext
-from polyamp.demo import Trace
 from polyamp.diagnosis.facts import Facts
 from polyamp.diagnosis.recording import Recording
 def halved(fn):
@@ -95,7 +94,6 @@ WRONG_VERBS = {
     "record": "lambda self, step, args, kwargs, policy, *, widened, scale=None: "
     "Recording('numpy', str(policy), None, scale, widened, ())",
     "facts": "lambda self, target, args, kwargs, policy, optimizer: Facts('numpy', policy)",
-    "train_digits": "lambda self, task: Trace()",
 }
 
 

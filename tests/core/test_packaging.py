@@ -20,10 +20,16 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 BACKENDS = sorted(path.parent.name for path in (ROOT / "backends").glob("*/__init__.py"))
 HOUSE = ("polyamp", "backends", "tests", "examples", "benchmarks", "docs")
+LINKS = {"backends", "examples"}
 SOURCES = {
-    *(str(path.relative_to(ROOT)) for path in (ROOT / "polyamp").rglob("*.py") if "backends" not in path.parts),
+    *(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "polyamp").rglob("*.py")
+        if not {"backends", "examples"} & set(path.parts)
+    ),
     *(f"polyamp/{path.relative_to(ROOT)}" for path in (ROOT / "backends").rglob("*.py")),
     *(f"polyamp/{path.relative_to(ROOT)}" for path in (ROOT / "backends").rglob("csrc/*")),
+    *(f"polyamp/{path.relative_to(ROOT)}" for path in (ROOT / "examples").glob("*.py")),
 }
 SUFFIXES = (".py", ".h", ".cuh", ".cu", ".cpp")
 pytestmark = pytest.mark.once
@@ -34,7 +40,7 @@ def tree(tmp_path: Path) -> Path:
     """What a build reads."""
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("polyamp", "backends"):
+    for name in ("polyamp", "backends", "examples"):
         shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     return tmp_path
 
@@ -57,7 +63,8 @@ def test_wheel_has_every_source_the_types_and_the_licence(tree: Path) -> None:
 
 
 def test_wheel_of_a_checkout_without_links_is_the_same(tree: Path) -> None:
-    (tree / "polyamp" / "backends").unlink()
+    for link in LINKS:
+        (tree / "polyamp" / link).unlink()
     assert wheel_files(tree) >= SOURCES
 
 

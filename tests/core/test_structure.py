@@ -125,9 +125,9 @@ def test_imports_have_no_circle() -> None:
         ("polyamp/formats.py", "def late():\n    import polyamp.loss_scale", {"formats", "loss_scale"}),
         ("polyamp/rules.py", "if TYPE_CHECKING:\n    from polyamp.policies import Policy", {"rules", "policies"}),
         (
-            "backends/torch/demo.py",
+            "backends/torch/casting.py",
             "from polyamp.backends.torch.adapter import adapter",
-            {"backends.torch.demo", "backends.torch.adapter"},
+            {"backends.torch.casting", "backends.torch.adapter"},
         ),
     ],
 )

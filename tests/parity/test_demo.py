@@ -25,7 +25,7 @@ def test_demo_prints_a_table_and_writes_json_and_a_picture(
     assert ended.value.code == 0
     printed = capsys.readouterr().out
     report = json.loads((tmp_path / "demo.json").read_text())
-    assert len(report["runs"]) == 3 * len(POLICIES)
+    assert len(report["runs"]) == 4 * len(POLICIES)
     for run in report["runs"]:
         assert run["framework"].split()[0] in printed
         assert len(run["losses"]) == len(run["scales"]) == len(run["applied"]) == STEPS

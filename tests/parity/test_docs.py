@@ -45,7 +45,7 @@ def words(text: str) -> set[str]:
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and shown(page, "python")])
 def test_python_runs_and_prints_what_is_shown(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "lstm"))
     namespace: dict[str, object] = {"__name__": "__main__"}
     for code, output in shown(page, "python"):
         printed = io.StringIO()
@@ -70,7 +70,7 @@ def test_command_prints_what_is_shown(
     command: str, output: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "lstm"))
     arguments = shlex.split(command, comments=True)
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as ended:
@@ -84,7 +84,7 @@ def test_command_prints_what_is_shown(
 
 @pytest.mark.parametrize("page", PAGES)
 def test_excerpts_are_in_the_examples(page: str) -> None:
-    programs = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    programs = [path.read_text() for path in (ROOT / "examples").glob("**/*.py")]
     for excerpt in re.findall(r"^```py\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL):
         assert any(excerpt in program for program in programs), excerpt
 

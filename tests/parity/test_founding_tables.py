@@ -16,6 +16,7 @@ DIGITS = ROOT / "tests" / "support" / "founding"
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 import founding_tables as tables  # noqa: E402
+
 import models.on_torch  # noqa: E402
 from models import founding  # noqa: E402
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from polyamp import LossScale, policy
-from polyamp.demo import Task, Trace, digits_task, trainers
+from polyamp.demo import examples
 
 STEPS = 100
 
@@ -16,7 +16,7 @@ POLICIES = {
     "float32": policy("float32"),
     "mixed_bfloat16": policy("mixed_bfloat16"),
     # A scale that grows and does not overflow: a skipped step would shift the run against the others by one batch.
-    "mixed_float16": policy("mixed_float16", loss_scale=LossScale(init=2.0**12, interval=20)),
+    "mixed_float16": policy("mixed_float16", loss_scale=LossScale(init=2.0**10, interval=20)),
 }
 
 # The largest distance of one step's loss from float32's, relative to that loss or to 0.1 nats if it is smaller. One
@@ -24,31 +24,37 @@ POLICIES = {
 TOLERANCE = {"float32": 1e-3, "mixed_float16": 4e-2, "mixed_bfloat16": 8e-2}
 
 
-def task(steps: int = STEPS) -> Task:
-    return replace(digits_task(steps), learning_rate=0.02)
+class Trace:
+    """The losses, the scales and what else an example reports of one training."""
+
+    def __init__(self, example: Any, name: str) -> None:
+        self.losses: list[float] = []
+        self.steps: list[tuple[float, bool]] = []
+        self.numbers = example.train(POLICIES[name], STEPS, self.report)
+
+    def report(self, loss: float, step: Any) -> None:
+        self.losses.append(loss)
+        self.steps.append((float(step.scale), bool(step.applied)))
 
 
 @pytest.fixture(scope="module")
 def done() -> dict[str, dict[str, Trace]]:
     """Return the trace of each framework, by policy."""
-    adapters, absent = trainers()
+    found, absent = examples()
     assert absent == []
-    return {
-        name: {adapter.name: adapter.train_digits(replace(task(), policy=chosen)) for adapter in adapters}
-        for name, chosen in POLICIES.items()
-    }
+    with pytest.MonkeyPatch.context() as patch:
+        for example in found.values():
+            patch.setattr(example, "RATE", 0.02)
+        return {name: {adapter.name: Trace(example, name) for adapter, example in found.items()} for name in POLICIES}
 
 
 def distance(losses: list[float], reference: list[float]) -> float:
     return float(np.max(np.abs(np.subtract(losses, reference)) / np.maximum(np.abs(reference), 0.1)))
 
 
-def test_every_framework_trained_under_every_policy(done: dict[str, dict[str, Trace]]) -> None:
-    assert all(traces.keys() == {"torch", "jax", "keras"} for traces in done.values())
-
-
 @pytest.mark.parametrize("name", POLICIES)
 def test_losses_agree_with_float32_in_every_framework(done: dict[str, dict[str, Trace]], name: str) -> None:
+    assert done[name].keys() == {"torch", "jax", "keras", "tensorflow"}
     reference = done["float32"]["torch"].losses
     distances = {framework: distance(trace.losses, reference) for framework, trace in done[name].items()}
     assert max(distances.values()) <= TOLERANCE[name], distances
@@ -57,30 +63,24 @@ def test_losses_agree_with_float32_in_every_framework(done: dict[str, dict[str, 
 @pytest.mark.parametrize("name", POLICIES)
 def test_training_learns_the_digits(done: dict[str, dict[str, Trace]], name: str) -> None:
     for framework, trace in done[name].items():
-        assert trace.accuracy > 0.9, framework
+        assert trace.numbers["accuracy"] > 0.8, framework
         assert trace.losses[-1] < trace.losses[0] / 2, framework
 
 
 def test_scales_and_skips_are_identical_across_frameworks(done: dict[str, dict[str, Trace]]) -> None:
     first, *others = done["mixed_float16"].values()
-    assert first.scales[-1] == 2.0**17  # it grew, so the comparison means something
+    assert first.steps[-1] == (2.0**15, True)  # it grew, so the comparison means something
     for other in others:
-        assert (other.scales, other.applied) == (first.scales, first.applied)
+        assert other.steps == first.steps
 
 
-@pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_mixed_precision_stores_float32_parameters_and_half_the_activations(
     done: dict[str, dict[str, Trace]], name: str
 ) -> None:
-    elements = sum(array.size for array in task(1).weights.values())
     for framework, trace in done[name].items():
-        assert trace.parameter_bytes == 4 * elements, framework
-        assert trace.activation_bytes < 0.6 * done["float32"][framework].activation_bytes, framework
-
-
-def test_progress_is_told_once_for_every_step() -> None:
-    adapters, _ = trainers()
-    for adapter in adapters:
-        told: list[int] = []
-        adapter.train_digits(replace(task(steps=5), on_step=lambda told=told: told.append(1)))
-        assert len(told) == 5, adapter.name
+        assert trace.numbers["parameter_bytes"] == 4 * 6090, framework
+        scores = 64 * 10  # of which Keras makes float32 numbers
+        others = 64 * (2 * 8 * 8 * 16 + 4 * 4 * 16 + 2 * 4 * 4 * 32 + 2 * 2 * 32)
+        size = 4 if name == "float32" else 2
+        assert trace.numbers["activation_bytes"] - size * others in (size * scores, 4 * scores), framework

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen
-from models.data import UNKNOWN
 
 import polyamp
+from models.data import UNKNOWN
 from support.planted_text import HIDDEN, RATE, TEST, VOCABULARY, WIDTH, rows_of, windows
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from models.data import UNKNOWN
 from torch.nn import functional
 
 import polyamp
+from models.data import UNKNOWN
 from support.planted_text import CONTEXT, HIDDEN, RATE, TEST, VOCABULARY, WIDTH, rows_of, windows
 from support.planted_torch import LogProbabilities
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from models.data import Data, Part
-from models.on_torch.training import batches, evaluate, fit, seeded
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import polyamp
+from models.data import Data, Part
+from models.on_torch.training import batches, evaluate, fit, seeded
 
 
 def digits() -> Data:

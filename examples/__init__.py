@@ -1,0 +1,1 @@
+"""Handwritten digits in each framework, as `polyamp demo` trains them; the other folders are not installed."""

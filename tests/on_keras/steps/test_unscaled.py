@@ -103,18 +103,6 @@ def test_a_look_at_gradients_leaves_the_scaled_ones_scaled(apply: Any) -> None:
     assert to_numpy(weight).tolist() == [-4.0]
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-@pytest.mark.parametrize("change", CHANGES)
-def test_two_parts_unscaled_together_are_applied_one_by_one(order: tuple[int, int], change: str) -> None:
-    parts = [keras.Variable([0.0]), keras.Variable([0.0, 0.0])]
-    opt = LossScaledOptimizer(keras.optimizers.SGD(1.0), 8.0)
-    opt.build(parts)
-    grads = [opt.get_unscaled_gradients([8.0 * ops.ones(part.shape)])[0] for part in parts]
-    for index in order:
-        opt.apply([CHANGES[change](grads[index])], [parts[index]])
-    assert [to_numpy(part).tolist() for part in parts] == [[-1.0], [-1.0, -1.0]]
-
-
 def test_of_several_calls_each_is_claimed_by_its_own_results() -> None:
     parts = [keras.Variable([0.0, 0.0]) for _ in range(3)]
     opt = LossScaledOptimizer(keras.optimizers.SGD(1.0), 8.0)

@@ -25,6 +25,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -70,6 +71,7 @@ class Session:
         self.last_loss: Callable[[], float | None] = lambda: None
         self.refusal: UsageError | None = None  # stays here if the script catches it
         self.folder = ""  # of an installed package that was started as a script
+        self._as_written = ContextVar("as_written", default=False)
         self._undo: list[Callable[[], object]] = []
         self._files: list[Path] = []
         self._checks: list[Callable[[Use], None]] = []
@@ -118,6 +120,20 @@ class Session:
         for use in uses_in(file) if self._checks else ():
             for check in self._checks:
                 check(use)
+
+    @property
+    def is_as_written(self) -> bool:
+        """Whether the calling code is inside `as_written`, in this thread or async task."""
+        return self._as_written.get()
+
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        """Leave gradients that are taken and applied in this block alone: their loss is scaled already."""
+        token = self._as_written.set(True)
+        try:
+            yield
+        finally:
+            self._as_written.reset(token)
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         """Set an attribute of a module or class until the run ends."""

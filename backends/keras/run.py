@@ -10,10 +10,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any
 from weakref import WeakSet
 
 import keras
@@ -55,54 +54,23 @@ def begin(session: Session) -> None:
         models.watch_steps()
 
 
-class _KerasOnly:
-    """The loops of scripts on JAX and torch: none but Keras' own can be scaled from outside."""
-
-    def __init__(self, session: Session) -> None:
-        self._session, self._is_inside = session, ContextVar("is_inside", default=False)
-
-    @property
-    def is_inside(self) -> bool:
-        """Whether the calling code is a step of Keras' own, whose loss is scaled."""
-        return self._is_inside.get()
-
-    @contextmanager
-    def as_written(self) -> Iterator[None]:
-        """Mark a step of Keras' own."""
-        token = self._is_inside.set(True)
-        try:
-            yield
-        finally:
-            self._is_inside.reset(token)
-
-    def step(self, optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> NoReturn:
-        """Refuse to apply gradients of a loss that nobody scaled."""
-        self.refuse("training loop", "gradients applied outside of Keras' own train_step")
-
-    def refuse(self, what: str, found: str) -> NoReturn:
-        """Refuse a loop or a step of the script's own."""
-        self._session.refuse(
-            f"a {what} of the script's own cannot be scaled from outside",
-            found=f"{found}, on {keras.backend.backend()}",
-            fix=_FIX,
-        )
-
-
 class _Models:
     """The optimizers of a script: those that ``compile`` wraps, and those of loops."""
 
     def __init__(self, session: Session, policy: Policy) -> None:
-        self._session, self._policy, self._keras_only = session, policy, _KerasOnly(session)
-        session.shared["keras"] = self._keras_only
+        self._session, self._policy = session, policy
         self._wrapped: WeakSet[Any] = WeakSet()
 
-    @property
-    def _loops(self) -> Any:
-        """The object that scales, or refuses, steps that are not Keras' own."""
+    def _scaling_of_loops(self, what: str, found: str) -> Any:
+        """Return what scales the loops of the script's own on TensorFlow; elsewhere, refuse them."""
         # TensorFlow imports Keras before it is imported itself, so its adapter may begin after this one. Keras may
         # import TensorFlow, for its data sets, on the other backends too.
-        on_tensorflow = keras.backend.backend() == "tensorflow"
-        return self._session.shared.get("tensorflow", self._keras_only) if on_tensorflow else self._keras_only
+        backend = keras.backend.backend()
+        if backend == "tensorflow" and "tensorflow" in self._session.shared:
+            return self._session.shared["tensorflow"]
+        self._session.refuse(
+            f"a {what} of the script's own cannot be scaled from outside", found=f"{found}, on {backend}", fix=_FIX
+        )
 
     def optimizer_for(self, model: Any, optimizer: Any) -> Any:
         """Return the optimizer that a model trains with."""
@@ -120,8 +88,7 @@ class _Models:
         if not self._policy.loss_scale.check:
             return optimizer
         if type(model).train_step is not keras.Model.train_step:  # it takes and applies gradients itself
-            if self._loops is self._keras_only:
-                self._keras_only.refuse("train_step", f"{type(model).__qualname__}.train_step")
+            self._scaling_of_loops("train_step", f"{type(model).__qualname__}.train_step")
             return optimizer
         wrapped = wrap_optimizer(optimizer, self._policy, loss_scale=self._policy.loss_scale, max_grad_norm=None)
         self._wrapped.add(wrapped)
@@ -137,7 +104,7 @@ class _Models:
         def train_step(model: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(model.optimizer, LossScaledOptimizer):
                 return original(model, *args, **kwargs)
-            with self._loops.as_written():
+            with self._session.as_written():
                 return original(model, *args, **kwargs)
 
         self._session.replace(owner, "train_step", train_step)
@@ -148,15 +115,16 @@ class _Models:
     def _applied(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def apply(optimizer: Any, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-            if self._loops.is_inside:
+            if self._session.is_as_written:
                 original(optimizer, grads, trainable_variables)
                 return
             self._check_optimizer(optimizer)
+            scaling = self._scaling_of_loops("training loop", "gradients applied outside of Keras' own train_step")
             variables = list(built_on(optimizer) if trainable_variables is None else trainable_variables)
             if not optimizer.built:
                 with keras.name_scope(optimizer.name, caller=optimizer):
                     optimizer.build(variables)
-            self._loops.step(_Update(optimizer), list(zip(grads, variables, strict=True)))
+            scaling.step(_Update(optimizer), list(zip(grads, variables, strict=True)))
 
         return apply
 

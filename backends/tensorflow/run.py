@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -160,7 +158,7 @@ def _skip_steps(session: Session, scaling: ScaledGradients) -> None:
     def skipped(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def apply_gradients(self: Any, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-            if scaling.is_inside:
+            if session.is_as_written:
                 return original(self, grads_and_vars, global_step=global_step, name=name)
             result = scaling.step(self, list(grads_and_vars), global_step=global_step, name=name)
             return None if tf.executing_eagerly() else tf.group(result.scale, name=name)
@@ -175,32 +173,19 @@ class ScaledGradients:
 
     def __init__(self, session: Session, policy: Policy) -> None:
         self._session, self._settings = session, policy.loss_scale
-        self._is_inside = ContextVar("is_inside", default=False)
         self._eager: LossScaler | None = None
         self._of_graph: weakref.WeakKeyDictionary[tf.Graph, LossScaler] = weakref.WeakKeyDictionary()
         self._taken: dict[int, weakref.ref[Any]] = {}  # variables whose gradients no optimizer has applied yet
 
-    @property
-    def is_inside(self) -> bool:
-        """Whether the calling code takes and applies gradients whose loss is scaled already."""
-        return self._is_inside.get()
-
-    @contextmanager
-    def as_written(self) -> Iterator[None]:
-        """Leave gradients that are taken and applied in this block alone."""
-        token = self._is_inside.set(True)
-        try:
-            yield
-        finally:
-            self._is_inside.reset(token)
-
     def take(self, take: Callable[[Any], Any], target: Any, sources: Any, seeds: Any) -> Any:
         """Return ``take(seeds)`` for larger seeds, unscaled; all NaN if a gradient or the target is not finite."""
         flat = tf.nest.flatten(target)
-        if self.is_inside or not all(tf.is_tensor(one) and one.dtype in (tf.float32, tf.float64) for one in flat):
+        if self._session.is_as_written or not all(
+            tf.is_tensor(one) and one.dtype in (tf.float32, tf.float64) for one in flat
+        ):
             return take(seeds)
         self._check_sources(tf.nest.flatten(sources))
-        with self.as_written():
+        with self._session.as_written():
             scale = tf.convert_to_tensor(self._scaler().scalars[0])
             factor = tf.where(all_finite(flat), scale, float("inf"))
             ones = [tf.ones_like(one) for one in flat] if seeds is None else tf.nest.flatten(seeds)
@@ -215,7 +200,7 @@ class ScaledGradients:
         """Update or skip, and advance the scale; return what the step did, as `LossScaler.step` does."""
         for _, variable in pairs:
             self._taken.pop(id(_native(variable)), None)
-        with self.as_written():
+        with self._session.as_written():
             return self._scaler().step(optimizer, pairs, unscaled=tf.constant(True), **options)
 
     def _scaler(self) -> LossScaler:
@@ -234,7 +219,7 @@ class ScaledGradients:
     def check_assignment(self, variable: Any) -> None:
         """Refuse an update by hand: it would apply gradients that should be skipped."""
         taken = self._taken.get(id(variable), lambda: None)()
-        if not self.is_inside and taken is not None and taken is variable:
+        if not self._session.is_as_written and taken is not None and taken is variable:
             self._session.refuse(
                 "the script updates a variable itself, without an optimizer",
                 found=f"an assignment to {taken.name} after its gradient was taken",

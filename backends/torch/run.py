@@ -363,9 +363,8 @@ class _Steps:
         @functools.wraps(original)
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            is_done = getattr(self._session.shared.get("keras"), "is_inside", False)  # Keras on torch scales by itself
-            # Checkpointing differentiates inside a pass. Without a gradient, torch raises its own error.
-            if unstable.backward_runs() or is_done or not any(loss.requires_grad for loss in losses):
+            is_done = unstable.backward_runs() or self._session.is_as_written  # checkpointing; Keras on torch
+            if is_done or not any(loss.requires_grad for loss in losses):
                 original(tensors, grad_tensors, *args, **kwargs)
                 return
             self._session.check()

@@ -14,15 +14,10 @@ from __future__ import annotations
 import ast
 import importlib.util
 import io
-import json
-import math
-import os
-import platform
 import runpy
 import sys
 import sysconfig
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
@@ -35,16 +30,14 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import polyamp
-from polyamp import registry
 from polyamp.errors import InvalidValueError, UsageError
-from polyamp.plan import Plan, PlannedOperation
+from polyamp.plan import PlannedOperation
 from polyamp.policies import Policy
 
 _FOLDERS = {Path(polyamp.__file__).parent, Path(polyamp.__file__).parent / "backends"}
 _OURS = tuple(f"{one}/" for folder in _FOLDERS for one in (folder, folder.resolve()))
 _PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 _IMPORTS, _MISSING = "<frozen importlib", object()
-_ROWS = 12  # operations in the table; the JSON has all
 
 
 class Use(NamedTuple):
@@ -367,43 +360,9 @@ def _forget(name: str, module: ModuleType) -> None:
 # The run.
 
 
-def run_script(
-    target: str,
-    arguments: Sequence[str] = (),
-    *,
-    is_module: bool = False,
-    policy: Policy | None = None,
-    report: Path | None = None,
-) -> BaseException | None:
-    """Run a script, report at the end, and return the exception that ended it, without polyamp's frames."""
-    if report is not None and not (report.absolute().parent.is_dir() and not report.is_dir()):
-        raise InvalidValueError(
-            "the report cannot be written there",
-            where="polyamp run --report",
-            found=str(report),
-            allowed="a file in a folder that exists",
-            fix="make the folder first; training would be done before the report fails",
-        )
-    session, error = Session(policy), None
-    with running(session):
-        try:
-            Finder(session).install()
-            _execute(session, target, arguments, is_module)
-        except _NoScriptError:
-            raise
-        except BaseException as raised:
-            error = raised
-        if os.environ.get("RANK", "0") == "0":  # of the ranks that torchrun starts, the first one reports
-            made = _report(session, error) | {"script": target, "arguments": list(arguments)}
-            _show(made)
-            if report is not None:
-                report.write_text(json.dumps(made, indent=1, allow_nan=False) + "\n")
-    if session.refusal is not None:
-        raise session.refusal.with_traceback(None) from None  # also if the script caught it
-    return error if error is None else _without_own_frames(error)
+class NoScriptError(InvalidValueError):
+    """There is no such file or module."""
 
-
-class _NoScriptError(InvalidValueError):
     def __init__(self, found: str) -> None:
         super().__init__(
             "there is no such script",
@@ -414,12 +373,12 @@ class _NoScriptError(InvalidValueError):
         )
 
 
-def _execute(session: Session, target: str, arguments: Sequence[str], is_module: bool) -> None:
+def execute(session: Session, target: str, arguments: Sequence[str], is_module: bool) -> None:
     """Run the code as ``__main__``, with its arguments and its folder on ``sys.path``."""
     given = Path(target)
     file = given / "__main__.py" if given.is_dir() else given
     if not is_module and not file.is_file():
-        raise _NoScriptError(target)
+        raise NoScriptError(target)
     with ExitStack() as after:
         for owner, name in ((sys, "argv"), (sys, "path")):
             after.callback(setattr, owner, name, getattr(owner, name))
@@ -454,7 +413,7 @@ def _folder_of_module(name: str) -> str:
             raise
         spec = None
     if spec is None or spec.origin is None:
-        raise _NoScriptError(f"-m {name}")
+        raise NoScriptError(f"-m {name}")
     return "" if is_script(spec.origin) else f"{Path(spec.origin).parent}/"
 
 
@@ -466,7 +425,7 @@ def _wait_for_threads() -> None:
             thread.join()
 
 
-def _without_own_frames(error: BaseException) -> BaseException:
+def without_own_frames(error: BaseException) -> BaseException:
     """Remove the frames of `polyamp run` from the tracebacks of a script's error and of its causes."""
     waiting, met = [error], set[int]()
     while waiting:
@@ -484,90 +443,3 @@ def _without_own_frames(error: BaseException) -> BaseException:
         one.__traceback__ = kept
         waiting += [other for other in (one.__cause__, one.__context__) if other is not None and id(other) not in met]
     return error
-
-
-# The report.
-
-
-def _report(session: Session, error: BaseException | None) -> dict[str, Any]:
-    from polyamp.diagnosis.health import health
-
-    found, loss = [health(one) for one in session.holders], session.last_loss()
-    policy = session.policy
-    plans = [Plan(str(policy), tuple(many), engine=title) for title, many in session.operations.items() if many]
-    has_low = session.has_low or any(plan.totals["by_format"].keys() & {"float16", "bfloat16"} for plan in plans)
-    verdicts: list[str] = []
-    for one in found:
-        if one.steps and one.skipped == one.steps:
-            verdicts.append(f"All {one.steps:,} steps were skipped, so nothing was trained. {one.finding}")
-        elif one.alarming:
-            verdicts.append(f"Loss scaling: {one.why}. {one.finding}")
-    if loss is not None and not math.isfinite(loss):
-        verdicts.append(f"The last loss is {loss}: look for its first non-finite value with polyamp.diagnose.")
-    if policy is not None and error is None:
-        if not session.begun:
-            verdicts.append("No framework that polyamp supports was imported: nothing changed.")
-        elif policy.compute in ("float16", "bfloat16") and not has_low:
-            verdicts.append(
-                "Nothing ran in 16 bits: nothing changed. Processes that the script starts itself are not followed: "
-                "start them with torchrun."
-            )
-    return {
-        "polyamp": polyamp.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "frameworks": {adapter.name: adapter.describe() for adapter in registry.in_use()},
-        "policy": None if policy is None else str(policy),
-        "exit": _exit_of(error),
-        "supplied": sorted(set(session.supplied)),
-        "interfaces": session.interfaces,
-        "plans": [plan.as_dict() for plan in plans],
-        "health": [{**one.as_dict(), "text": str(one)} for one in found],
-        "loss": loss if loss is None or math.isfinite(loss) else None,
-        "notes": session.notes,
-        "refusal": None if session.refusal is None else str(session.refusal),
-        "verdicts": [] if session.refusal is not None else list(dict.fromkeys(verdicts)),
-    }
-
-
-def _exit_of(error: BaseException | None) -> str:
-    if error is None:
-        return "ended"
-    if isinstance(error, SystemExit):
-        return f"exit code {error.code if isinstance(error.code, int) else int(error.code is not None)}"
-    if isinstance(error, UsageError):
-        return "refused"
-    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-
-
-def _show(report: dict[str, Any]) -> None:
-    """Print the report on standard error, after what the script printed."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
-    policy = report["policy"] or "no policy: mixed precision is the script's own"
-    lines = [f"polyamp run {report['script']}: {report['exit']}; {policy}"]
-    lines += [f"supplied: {', '.join(report['supplied'])}"] if report["supplied"] else []
-    lines += [f"used: {one['interface']}" + f" at {one['where']}" * bool(one["where"]) for one in report["interfaces"]]
-    lines += [f"loss scale: {one['text']}" for one in report["health"]] + [f"note: {one}" for one in report["notes"]]
-    for line in dict.fromkeys(lines):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for plan in report["plans"]:
-        counted: dict[str, Counter[str]] = {}
-        for one in plan["operations"]:
-            counted.setdefault(one["name"], Counter())[one["format"]] += 1
-        table = Table("operation", "ran in", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name, formats in sorted(counted.items(), key=lambda item: -item[1].total())[:_ROWS]:
-            table.add_row(escape(name), ", ".join(f"{format_name} {count}" for format_name, count in formats.items()))
-        if len(counted) > _ROWS:
-            table.add_row(f"{len(counted) - _ROWS} more", "--report FILE lists them")
-        console.print(f"{plan['engine']}:", highlight=False, markup=False)
-        console.print(table)
-    for verdict in report["verdicts"]:
-        console.print(f"verdict: {verdict}", style="bold red", highlight=False, markup=False, soft_wrap=True)

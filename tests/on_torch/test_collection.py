@@ -21,6 +21,7 @@ def collect(folder: Path, absent: str, *options: str) -> subprocess.CompletedPro
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("absent", "options", "code"),
     [

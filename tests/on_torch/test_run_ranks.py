@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"
 RUN = ("polyamp", "run", "--policy", "mixed_float16", "--report", "report.json")
 

@@ -20,7 +20,7 @@ LOWER, RAISE, NATIVE = (
     polyamp.policy("mixed_bfloat16", rules=rules) for rules in ({"softmax": "lower"}, {"softmax": "full"}, None)
 )
 EXPECTED = {LOWER: LOW, RAISE: FULL, NATIVE: FULL}
-BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+BACKENDS = pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 
 pytestmark = [
     pytest.mark.usefixtures("module_hooks_of_its_own"),

@@ -118,6 +118,7 @@ def test_every_model_has_a_plan_and_stays_what_it_is(kind: Any, engine: str | No
     assert str(plan).splitlines()[0].startswith("mixed_bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", UNCAPTURED)
 def test_the_plan_says_that_it_was_recorded_and_why(kind: Any) -> None:
     plan = polyamp.explain(kind(), X, policy="mixed_bfloat16")
@@ -194,6 +195,7 @@ def test_nothing_is_computed_where_the_code_allows_that() -> None:
     assert [op.name for op in plan.operations] == ["softmax", "matmul"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["rewrite", "autocast"])
 @pytest.mark.parametrize("device", ["meta", "fake"])
 def test_tensors_without_data(device: str, engine: str) -> None:

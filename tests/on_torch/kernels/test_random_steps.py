@@ -17,6 +17,8 @@ from polyamp.backends.torch.kernels.arguments import SGD, Adam
 from polyamp.backends.torch.kernels.control import APPLIED, decode
 from support.torch_operators import STORAGES, Problem, same
 
+pytestmark = pytest.mark.slow
+
 OFFSETS = [0, 0, 1, 3, 4, 8]  # elements after an aligned address
 MOST = 40_000  # elements of a tensor
 

@@ -1,9 +1,8 @@
 """The interface between the core and a framework.
 
 An adapter is one object, registered in the entry-point group ``polyamp.backends``. It must have everything in
-`Adapter`. Each of the other protocols is the signature of an optional verb, named in `polyamp.dispatch`; an adapter
-offers a verb by having an attribute of that name. Any class with these methods is an adapter. The adapters of polyamp
-are tables of verbs instead::
+`Adapter`, and offers each other verb of `FullAdapter` by having an attribute of that name. Any class with these methods
+is an adapter. The adapters of polyamp are tables of verbs instead::
 
     adapter = AdapterTable(
         "torch",
@@ -73,99 +72,62 @@ class Adapter(Registered, Protocol):
         """Return ``holder`` with the saved state: the same object if it is mutable, else a new one."""
 
 
-class AutocastContext(Protocol):
-    """``autocast_context``, for a framework with ambient autocast: operations are cast while a context is active."""
+class FullAdapter(Adapter, Protocol):
+    """Everything that an adapter may offer: each method below is an optional verb."""
 
-    def __call__(self, policy: Policy) -> AbstractContextManager[Any]:
+    # An adapter offers a verb by having an attribute of that name. Options are keyword-only parameters, as in
+    # `Adapter.wrap_optimizer`; others are refused before the call.
+
+    # For a framework with ambient autocast: operations are cast while a context is active.
+    def autocast_context(self, policy: Policy) -> AbstractContextManager[Any]:
         """Return a new context in which operations run under ``policy``, on every device."""
 
-
-class TracedContext(Protocol):
-    """``traced_context``, for a framework whose compiler traces the Python code that enters a region."""
-
-    def __call__(self, policy: Policy) -> AbstractContextManager[Any] | None:
+    # For a framework whose compiler traces the Python code that enters a region.
+    def traced_context(self, policy: Policy) -> AbstractContextManager[Any] | None:
         """Return a context that the compiler can trace if it is tracing the caller now; None otherwise."""
 
+    # For a framework that transforms functions instead of running them in a context.
+    def autocast_function(self, fn: Callable[..., Any], policy: Policy | None, **options: Any) -> Callable[..., Any]:
+        """Return ``fn`` with its operations run under ``policy`` (None: the current policy at the call)."""
 
-class AutocastFunction(Protocol):
-    """``autocast_function``, for a framework that transforms functions instead of running them in a context."""
+    # For a framework whose functions or models can be traced and decided operation by operation.
+    def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any) -> Any:
+        """Return a replacement for ``fn`` with a ``plan``. The arguments are examples and may be missing."""
 
-    def __call__(self, fn: Callable[..., Any], policy: Policy | None, **options: Any) -> Callable[..., Any]:
-        """Return ``fn`` with its operations run under ``policy`` (None: the current policy at the call).
-
-        Options are keyword-only parameters, as in `Adapter.wrap_optimizer`; others are refused before the call.
-        """
-
-
-class Rewrite(Protocol):
-    """``rewrite``, for a framework whose functions or models can be traced and decided operation by operation."""
-
-    def __call__(
-        self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any
-    ) -> Any:
-        """Return a replacement for ``fn`` with a ``plan``. The arguments are examples and may be missing.
-
-        Options are keyword-only parameters, as in `Adapter.wrap_optimizer`; others are refused before the call.
-        """
-
-
-class Explain(Protocol):
-    """``explain``, for a framework that can plan a function without running it."""
-
-    def __call__(
+    # For a framework that can plan a function without running it.
+    def explain(
         self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any
     ) -> Plan:
         """Return the plan of ``fn`` for these arguments. A framework with ambient autocast has an option ``engine``."""
 
-
-class Convert(Protocol):
-    """``convert``, for a framework whose models store their precision."""
-
-    def __call__(self, model: Tree, policy: Policy) -> Tree:
+    # For a framework whose models store their precision.
+    def convert(self, model: Tree, policy: Policy) -> Tree:
         """Return ``model`` itself, with its parameters or layers set to ``policy``."""
 
-
-class ValueAndGrad(Protocol):
-    """``value_and_grad``, for a framework that differentiates functions."""
-
-    def __call__(
+    # For a framework that differentiates functions.
+    def value_and_grad(
         self, fun: Callable[..., Any], policy: Policy | None, has_aux: bool, *, argnums: int | Sequence[int] = 0
     ) -> Callable[..., Any]:
         """Return a function of ``(opt_state, params, *args)`` that returns the unscaled loss and scaled gradients."""
 
-
-class SaveLossScale(Protocol):
-    """``save_loss_scale``, for a framework that writes more than `LossScale.to_state_dict` does: several losses."""
-
-    def __call__(self, holder: Any, *, like: str | None = None) -> dict[str, Any]:
+    # For a framework that writes more than `LossScale.to_state_dict` does: several losses.
+    def save_loss_scale(self, holder: Any, *, like: str | None = None) -> dict[str, Any]:
         """Return the loss-scale state of ``holder`` in the form of `LossScale.to_state_dict`."""
 
-
-class HoldsLossScale(Protocol):
-    """``holds_loss_scale``, for a framework whose optimizer states are values: each step returns a new one."""
-
-    def __call__(self, tree: Any) -> bool:
+    # For a framework whose optimizer states are values: each step returns a new one.
+    def holds_loss_scale(self, tree: Any) -> bool:
         """Return whether the state of a wrapped optimizer is in the tree."""
 
-
-class FsdpPolicy(Protocol):
-    """``fsdp_policy``, for a framework that shards parameters by module, and gathers them in a format of its own."""
-
-    def __call__(self, policy: Policy, *, reduce: str, output: str, cast_forward_inputs: bool) -> Any:
+    # For a framework that shards parameters by module, and gathers them in a format of its own.
+    def fsdp_policy(self, policy: Policy, *, reduce: str, output: str, cast_forward_inputs: bool) -> Any:
         """Return the framework's object for `Policy.to_fsdp`. ``reduce`` and ``output`` are names of formats."""
 
-
-class IsLowering(Protocol):
-    """``is_lowering``, for a framework whose ambient autocast other frameworks may run in."""
-
-    def __call__(self) -> bool:
+    # For a framework whose ambient autocast other frameworks may run in.
+    def is_lowering(self) -> bool:
         """Return whether operations that run now are lowered."""
 
-
-class Record(Protocol):
-    """``record``, for a framework whose steps can be recorded, tensor by tensor."""
-
-    def __call__(
+    # For a framework whose steps can be recorded, tensor by tensor.
+    def record(
         self,
         step: Any,
         args: tuple[Any, ...],
@@ -186,11 +148,8 @@ class Record(Protocol):
             scale: the factor that multiplies the loss; None keeps the step's own.
         """
 
-
-class CollectFacts(Protocol):
-    """``facts``, for a framework that can report facts about a step before it runs."""
-
-    def __call__(
+    # For a framework that can report facts about a step before it runs.
+    def facts(
         self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any
     ) -> Facts:
         """Collect the facts that `polyamp.lint` judges. Runs no step and changes nothing.

@@ -147,7 +147,7 @@ class Policy:
         """
         from polyamp import registry
 
-        adapter: Any = registry.adapter_named("torch")  # with the verb `polyamp.dispatch.FSDP_POLICY`
+        adapter: Any = registry.adapter_named("torch")
         return adapter.fsdp_policy(
             self,
             reduce=_format(reduce, "policy.to_fsdp(reduce=)"),

@@ -17,8 +17,8 @@ from contextvars import ContextVar
 from typing import Any, TypeVar, overload
 
 from polyamp import registry
-from polyamp.adapter import AutocastContext
-from polyamp.dispatch import AUTOCAST_CONTEXT, AUTOCAST_FUNCTION, TRACED_CONTEXT
+from polyamp.adapter import FullAdapter
+from polyamp.dispatch import having, offers
 from polyamp.errors import InvalidTypeError, UnsupportedError
 from polyamp.formats import name_of_dtype
 from polyamp.policies import Policy
@@ -136,8 +136,7 @@ class Autocast:
         if self._policy is None:
             return None
         for adapter in registry.in_use():
-            traced_context = TRACED_CONTEXT.find(adapter)
-            if traced_context and (context := traced_context(self._policy)):
+            if offers(adapter, "traced_context") and (context := adapter.traced_context(self._policy)):
                 return context
         return None
 
@@ -145,8 +144,8 @@ class Autocast:
         chosen = chosen_policy(self._policy, "autocast()")
         with ExitStack() as stack:
             stack.enter_context(chosen)
-            for autocast_context in _ambient(self._backend):
-                stack.enter_context(autocast_context(chosen))
+            for adapter in _ambient(self._backend):
+                stack.enter_context(adapter.autocast_context(chosen))
             _entered.set((*_entered.get(), stack.pop_all()))
         return chosen
 
@@ -175,8 +174,9 @@ def autocast_function(
             with traced:
                 return fn(*args, **kwargs)
         adapter = named or _autocasting(registry.adapters_within(args, kwargs))
-        if adapter is not None and (options or AUTOCAST_FUNCTION.offered_by(adapter)):
-            return AUTOCAST_FUNCTION.of(adapter, options)(fn, policy, **options)(*args, **kwargs)
+        if adapter is not None and (options or offers(adapter, "autocast_function")):
+            transform = having(adapter, "autocast_function", options).autocast_function
+            return transform(fn, policy, **options)(*args, **kwargs)
         with Autocast(policy, None if adapter is None else adapter.name):
             return fn(*args, **kwargs)
 
@@ -185,17 +185,17 @@ def autocast_function(
 
 def _autocasting(adapters: list[Registered]) -> Registered | None:
     """Return the first adapter with autocast of either kind; else the first adapter, for its error message."""
-    kinds = (AUTOCAST_FUNCTION, AUTOCAST_CONTEXT)
-    having = [one for one in adapters if any(kind.offered_by(one) for kind in kinds)]
-    return next(iter(having or adapters), None)
+    kinds = ("autocast_function", "autocast_context")
+    able = [one for one in adapters if any(offers(one, kind) for kind in kinds)]
+    return next(iter(able or adapters), None)
 
 
-def _ambient(backend: str | None) -> list[AutocastContext]:
-    """Return the contexts to enter: the named adapter's, or else that of every loaded one with ambient autocast."""
+def _ambient(backend: str | None) -> list[FullAdapter]:
+    """Return the adapters whose autocast is entered: the named one, or else every loaded one that has it."""
     loaded = registry.loaded() if backend is None else [registry.adapter_named(backend)]
-    contexts = [context for context in map(AUTOCAST_CONTEXT.find, loaded) if context]
-    if contexts:
-        return contexts
+    ambient = [adapter for adapter in loaded if offers(adapter, "autocast_context")]
+    if ambient:
+        return ambient
     if not registry.entries():
         raise registry.unregistered(where="autocast(policy)")
     if not loaded:

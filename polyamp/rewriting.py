@@ -8,7 +8,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 from polyamp import registry
-from polyamp.dispatch import EXPLAIN, REWRITE, offering
+from polyamp.dispatch import having, offering, offers
 from polyamp.plan import Plan
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
@@ -124,11 +124,11 @@ def rewrite(
     own = registry.adapter_of(fn)
     _check_rewritable(fn, own, where="rewrite(fn)")
     if args or kwargs or backend is not None or own is not None:
-        adapter = offering(REWRITE, backend, (fn, args, kwargs), where="rewrite(fn, *args)")
-        return REWRITE.of(adapter, options)(fn, args, kwargs, chosen_policy(chosen, "rewrite(fn)"), **options)
+        adapter = offering("rewrite", backend, (fn, args, kwargs), options, where="rewrite(fn, *args)")
+        return adapter.rewrite(fn, args, kwargs, chosen_policy(chosen, "rewrite(fn)"), **options)
     named = registry.adapter_named_in("rewrite", fn)
     if named and getattr(named, "rewrites_unseen", False):  # rewrite now, so that a SavedModel finds the function
-        return REWRITE.of(named, options)(fn, (), {}, chosen_policy(chosen, "rewrite(fn)"), **options)
+        return having(named, "rewrite", options).rewrite(fn, (), {}, chosen_policy(chosen, "rewrite(fn)"), **options)
     return RewrittenAtFirstCall(fn, chosen, options)
 
 
@@ -163,13 +163,13 @@ def explain(
         UnsupportedError: the framework's adapter has no explain, or does not have this engine.
     """
     _check_rewritable(fn, registry.adapter_of(fn), where="explain(fn)")
-    adapter = offering(EXPLAIN, backend, (fn, args, kwargs), where="explain(fn, *args)")
     options = {} if engine in (None, "rewrite") else {"engine": engine}
-    return EXPLAIN.of(adapter, options)(fn, args, kwargs, make_policy(policy), **options)
+    adapter = offering("explain", backend, (fn, args, kwargs), options, where="explain(fn, *args)")
+    return adapter.explain(fn, args, kwargs, make_policy(policy), **options)
 
 
 def _check_rewritable(fn: object, adapter: Registered | None, *, where: str) -> None:
-    if not REWRITE.offered_by(adapter):
+    if not offers(adapter, "rewrite"):
         allowed = "a function, a model or a framework's graph"
         check_callable(fn, where=where, allowed=allowed, fix="pass the function itself, then its arguments")
 
@@ -186,12 +186,12 @@ class RewrittenAtFirstCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._rewritten is None:
-            adapter = offering(REWRITE, None, (self._fn, args, kwargs), where="rewrite(fn)(*args)")
+            adapter = offering("rewrite", None, (self._fn, args, kwargs), where="rewrite(fn)(*args)")
             self._rewrite(adapter, args, kwargs)
         return self._rewritten(*args, **kwargs)
 
     def _rewrite(self, adapter: Registered, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        rewrite = REWRITE.of(adapter, self._options)
+        rewrite = having(adapter, "rewrite", self._options).rewrite
         chosen = chosen_policy(self._policy, "rewrite(fn)", stacklevel=4)
         self._rewritten = rewrite(self._fn, args, kwargs, chosen, **self._options)
 

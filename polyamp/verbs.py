@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from polyamp.dispatch import CONVERT, SAVE_LOSS_SCALE, VALUE_AND_GRAD, adapter_for
+from polyamp.dispatch import adapter_for, having, offers
 from polyamp.errors import InvalidTypeError
 from polyamp.loss_scale import LossScale
 from polyamp.policies import Policy
@@ -224,7 +224,7 @@ def convert(model: Object, policy: Policy | str | None = None, *, backend: str |
         UnsupportedError: the framework's models store no precision (JAX: cast the parameters instead).
     """
     adapter = adapter_for(backend, model, where="convert(model)")
-    return CONVERT.of(adapter)(model, make_policy(policy))
+    return having(adapter, "convert").convert(model, make_policy(policy))
 
 
 def scale_loss(loss: Object, holder: Any) -> Object:
@@ -263,8 +263,8 @@ def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
         InvalidValueError: the library is unknown.
     """
     adapter = adapter_for(None, holder, where="save_loss_scale(holder)")
-    if SAVE_LOSS_SCALE.offered_by(adapter):
-        return SAVE_LOSS_SCALE.of(adapter)(holder, like=like)
+    if offers(adapter, "save_loss_scale"):
+        return adapter.save_loss_scale(holder, like=like)
     settings, state = adapter.loss_scale_of(holder)
     return settings.to_state_dict(state, like=like)
 
@@ -320,7 +320,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def differentiated(opt_state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         adapter = adapter_for(backend, (opt_state, params), where="value_and_grad(fun)(opt_state, params)")
-        transformed = VALUE_AND_GRAD.of(adapter, options)(fun, bound, has_aux, **options)
+        transformed = having(adapter, "value_and_grad", options).value_and_grad(fun, bound, has_aux, **options)
         return transformed(opt_state, params, *args, **kwargs)
 
     return differentiated  # type: ignore[return-value]  # it shows the type of ``fun``

@@ -16,7 +16,7 @@ from polyamp import registry
 from polyamp.backends.keras.layers.policies import own_policy, remaining_policy
 from polyamp.backends.keras.layers.writing import amended
 from polyamp.backends.keras.recording.tracing import Step, as_tensors, step_of
-from polyamp.dispatch import EXPLAIN
+from polyamp.dispatch import having
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation
 from polyamp.policies import Policy
@@ -26,7 +26,7 @@ _OWN = "its layer's own policy"
 
 def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
     """Return the plan of a compiled model's loss for a batch, or of a model's call for its inputs alone."""
-    verb = EXPLAIN.of(registry.adapter_named(keras.backend.backend()))
+    verb = having(registry.adapter_named(keras.backend.backend()), "explain").explain
     if not isinstance(fn, keras.Model):
         return verb(fn, args, kwargs, policy)
     step = Step(fn, tuple(map(as_tensors, args))) if len(args) < 2 else step_of(fn, args, kwargs)

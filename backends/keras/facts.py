@@ -16,14 +16,14 @@ from polyamp.backends.keras.recording.tracing import step_of
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.unstable import all_layers
 from polyamp.diagnosis.facts import Facts, OptimizerState
-from polyamp.dispatch import FACTS
+from polyamp.dispatch import having
 from polyamp.policies import Policy
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.adapter.CollectFacts`."""
+    """Collect the facts that lint judges; see `polyamp.adapter.FullAdapter`."""
     framework = registry.adapter_named(keras.backend.backend())
-    verb = FACTS.of(framework)
+    verb = having(framework, "facts").facts
     if not isinstance(target, keras.Model):
         found: Facts = verb(target, args, kwargs, policy, optimizer)
         return replace(found, optimizer=state_of(optimizer)) if optimizer is not None else found

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from polyamp.diagnosis.facts import Facts
 from polyamp.diagnosis.probe import sixteen_bit
-from polyamp.dispatch import FACTS, offering
+from polyamp.dispatch import offering
 from polyamp.flow import AS_WRITTEN
 from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS
@@ -147,8 +147,8 @@ def lint(
     factor = check_count("accumulate", accumulate, where="lint(accumulate=)")
     denominator = None if rows is None else check_count("rows", rows, where="lint(rows=)")
     chosen = sixteen_bit(policy)
-    adapter = offering(FACTS, backend, (target, args, kwargs, optimizer), where="lint(target, *args)")
-    facts = FACTS.of(adapter)(target, args, kwargs, chosen, optimizer)
+    adapter = offering("facts", backend, (target, args, kwargs, optimizer), where="lint(target, *args)")
+    facts = adapter.facts(target, args, kwargs, chosen, optimizer)
     losses = (loss._replace(rows=factor * (denominator or loss.rows)) for loss in facts.losses)
     return judge(replace(facts, losses=tuple(losses)))
 

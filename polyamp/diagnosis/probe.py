@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
 from polyamp.diagnosis.rounding import Rounding, rounding
 from polyamp.diagnosis.spread import Window
-from polyamp.dispatch import RECORD, offering
+from polyamp.dispatch import offering
 from polyamp.formats import format_of
 from polyamp.loss_scale import LossScale
 from polyamp.policies import Policy, current_policy
@@ -336,8 +336,8 @@ def record(
     if scale is not None:
         limits = format_of("float32")
         check_range("scale", scale, limits.smallest_normal, limits.max, where="scale=")
-    adapter = offering(RECORD, backend, (step, args, kwargs), where="the step and its arguments")
-    return RECORD.of(adapter)(step, args, kwargs, policy, widened=widened, scale=scale)
+    adapter = offering("record", backend, (step, args, kwargs), where="the step and its arguments")
+    return adapter.record(step, args, kwargs, policy, widened=widened, scale=scale)
 
 
 def sixteen_bit(policy: Policy | str | None) -> Policy:

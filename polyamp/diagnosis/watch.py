@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from polyamp import registry
 from polyamp.diagnosis.diagnose import Verdict, diagnose
 from polyamp.diagnosis.health import Health, health
-from polyamp.dispatch import HOLDS_LOSS_SCALE
+from polyamp.dispatch import offers
 from polyamp.errors import InvalidTypeError, PolyampError, UsageError, warn_once
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
@@ -84,7 +84,7 @@ class _Place:
 
     def __init__(self, holder: Any) -> None:
         self._holder = holder
-        self._goes_around = holder is None or HOLDS_LOSS_SCALE.offered_by(registry.adapter_within(holder))
+        self._goes_around = holder is None or offers(registry.adapter_within(holder), "holds_loss_scale")
         self._keeps = False
         self._returned: Any = None
 
@@ -102,8 +102,8 @@ class _Place:
 
 
 def _holds_scale(found: Any) -> bool:
-    holds = HOLDS_LOSS_SCALE.find(registry.adapter_within(found))
-    return holds is not None and holds(found)
+    adapter = registry.adapter_within(found)
+    return offers(adapter, "holds_loss_scale") and adapter.holds_loss_scale(found)
 
 
 class Explainer:

@@ -98,7 +98,7 @@ WRONG_VERBS = {
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("verb", [verb.name for verb in OPTIONAL])
+@pytest.mark.parametrize("verb", OPTIONAL)
 def test_suite_goes_red_for_a_wrong_optional_verb(installed: Path, tmp_path: Path, verb: str) -> None:
     for source in installed.iterdir():
         (tmp_path / source.name).symlink_to(source)

@@ -16,7 +16,7 @@ from polyamp.backends.keras.recording.tracing import step_of
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.unstable import variable_path
 from polyamp.diagnosis.recording import Recording
-from polyamp.dispatch import RECORD
+from polyamp.dispatch import having
 from polyamp.policies import Policy
 
 
@@ -30,7 +30,7 @@ def record(
     scale: float | None = None,
 ) -> Recording:
     """Record one step of a compiled model; the model does not change."""
-    verb = RECORD.of(registry.adapter_named(keras.backend.backend()))
+    verb = having(registry.adapter_named(keras.backend.backend()), "record").record
     if not isinstance(step, keras.Model):
         return verb(step, args, kwargs, policy, widened=widened, scale=scale)
     made, own = step_of(step, args, kwargs), _scale_of(step)

@@ -22,7 +22,7 @@ import keras
 from polyamp import registry
 from polyamp.backends.keras.layers.policies import own_policy
 from polyamp.backends.keras.unstable import is_part_of_a_model
-from polyamp.dispatch import IS_LOWERING
+from polyamp.dispatch import offers
 from polyamp.errors import warn_once
 from polyamp.formats import format_of
 from polyamp.policies import Policy
@@ -94,8 +94,7 @@ def _report_unlowered(model: Any, optimizers: Any) -> None:
 def lowers_here() -> bool:
     """Return whether a rewrite or autocast of Keras' backend is active in the calling code."""
     adapter = registry.adapter_named(keras.backend.backend())
-    is_ambient = IS_LOWERING.find(adapter)
-    if is_ambient and is_ambient():
+    if offers(adapter, "is_lowering") and adapter.is_lowering():
         return True
     if adapter.name == "torch":
         import torch

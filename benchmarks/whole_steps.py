@@ -14,7 +14,6 @@ from keeping import Keeper, Row
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-BY_HAND = ("native", "flax")  # the ways that polyamp is compared with, in PyTorch and in JAX
 BATCHES = 8  # used in turns when losses are compared
 LAST = 10  # the last steps, whose mean loss is reported
 
@@ -124,8 +123,8 @@ def base_of(variant: str, known: Iterable[str]) -> str:
     >>> base_of("polyamp float16", ["TF32", "native float16", "polyamp float16"])
     'native float16'
     """
-    wanted = [f"{way} {format_of(variant)}" for way in BY_HAND] if " " in variant else ["TF32"]
-    return next((base for base in wanted if base in known), variant)
+    wanted = f"native {format_of(variant)}" if " " in variant else "TF32"
+    return wanted if wanted in known else variant
 
 
 def against_bases(taken: dict[str, list[float]]) -> Iterator[Timing]:

@@ -11,9 +11,9 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from interleave import Budget, Estimate  # noqa: E402
+from interleave import Budget  # noqa: E402
 from keeping import Keeper  # noqa: E402
-from whole_steps import Case, base_of, chosen, settled, skips_between  # noqa: E402
+from whole_steps import Case, base_of, settled, skips_between  # noqa: E402
 
 
 class Clock:
@@ -85,19 +85,10 @@ def test_too_little_memory_is_left_out_and_is_no_failure(keeper: Keeper) -> None
     assert keeper.failed == []
 
 
-def test_estimate_is_a_guess_until_a_part_has_run() -> None:
-    estimate = Estimate(40.0)
-    assert estimate.seconds == 40.0
-    for taken in (3.0, 7.0, 5.0):
-        estimate.learn(taken)
-    assert estimate.seconds == 7.0
-
-
 def test_variants_are_compared_with_their_own_format() -> None:
-    known = ["float32", "TF32", "native float16", "flax bfloat16", "polyamp float16"]
+    known = ["float32", "TF32", "native float16", "polyamp float16"]
     assert base_of("float32", known) == base_of("TF32", known) == "TF32"
     assert base_of("polyamp float16", known) == "native float16"
-    assert base_of("jmp bfloat16", known) == "flax bfloat16"
     assert base_of("polyamp bfloat16", ["polyamp bfloat16"]) == "polyamp bfloat16"
 
 
@@ -111,11 +102,3 @@ def test_warm_up_lasts_until_the_loss_scale_has_settled() -> None:
     assert settled(Scale(0)) == 4
     assert settled(Scale(5)) == 9
     assert settled(Scale(99)) == 24
-
-
-def test_models_are_chosen_by_how_they_begin() -> None:
-    known = ["resnet50", "bert-large-128", "bert-large-512"]
-    assert chosen(["bert", "resnet"], known) == known
-    assert chosen(None, known) == known
-    with pytest.raises(Exception, match="there is no vgg"):
-        chosen(["bert", "vgg"], known)

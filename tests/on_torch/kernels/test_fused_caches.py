@@ -17,7 +17,6 @@ from support.torch_steps import COVERED, DEVICES, Way, close, wrapped
 STORAGES: list[tuple[torch.dtype, Any]] = [
     (torch.float32, None),
     (torch.bfloat16, True),
-    (torch.float16, True),
 ]
 
 
@@ -128,14 +127,14 @@ def trained(
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.__name__)
 @pytest.mark.parametrize("unscales", [False, True], ids=["direct", "unscaled"])
 @pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: f"{storage[0]}-{storage[1]}".removeprefix("torch."))
-@pytest.mark.parametrize("name", ["adamw", "momentum", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
 def test_training_goes_on_where_something_was_exchanged(
     name: str, storage: tuple[torch.dtype, Any], unscales: bool, exchange: Callable[[Way], None], device: str
 ) -> None:
     fused, unfused = (trained(choice, name, device, storage, unscales, exchange) for choice in (True, False))
     if storage[1] is not None:
         close(*(way.opt.state_dict()["master_weights"] for way in (fused, unfused)), rtol=1e-4, atol=1e-5)
-    unit = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[storage[0]]
+    unit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}[storage[0]]
     params = ([param.detach() for param in way.model.parameters()] for way in (fused, unfused))
     close(*params, rtol=unit, atol=unit)
 
@@ -154,7 +153,7 @@ def test_direct_and_unscaled_steps_take_turns(storage: tuple[torch.dtype, Any], 
                 opt.unscale_()
             opt.step()
         ways.append(Way(model, opt))
-    unit = {torch.float32: 1e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[storage[0]]
+    unit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}[storage[0]]
     close(*([param.detach() for param in way.model.parameters()] for way in ways), rtol=unit, atol=unit)
 
 

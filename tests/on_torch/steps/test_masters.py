@@ -170,29 +170,6 @@ def test_master_weights_that_cannot_be_are_reported(policy: str, options: dict[s
         polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1), policy, **options)
 
 
-@pytest.mark.parametrize("model_last", [True, False])
-@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
-@pytest.mark.parametrize("name", ["momentum", "adamw", "adamw_fused"])
-def test_training_resumes_bit_for_bit(name: str, dtype: torch.dtype, model_last: bool, tmp_path: Any) -> None:
-    model = low_model(dtype)
-    opt = polyamp.wrap_optimizer(OPTIMIZERS[name](model.parameters()), loss_scale=LossScale(interval=3))
-    train(model, opt, 2)
-    train(model, opt, 1, overflow=True)
-    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, tmp_path / "state.pt")
-    train(model, opt, 4)
-
-    saved = torch.load(tmp_path / "state.pt")
-    resumed = low_model(dtype)
-    other = polyamp.wrap_optimizer(OPTIMIZERS[name](resumed.parameters()), loss_scale=LossScale(interval=3))
-    loads = [lambda: resumed.load_state_dict(saved["model"]), lambda: other.load_state_dict(saved["opt"])]
-    for load in loads[:: -1 if model_last else 1]:
-        load()
-    train(resumed, other, 4)
-    assert contents(other) == contents(opt)
-    assert polyamp.save_loss_scale(other) == polyamp.save_loss_scale(opt)
-    assert all(map(torch.equal, resumed.parameters(), model.parameters()))
-
-
 class KeepsFloat32(torch.optim.Optimizer):
     """Keeps a float32 moment of a 16-bit parameter."""
 
@@ -214,46 +191,3 @@ def test_float32_moments_of_16_bit_parameters_are_loaded_in_float32() -> None:
     opts[0].step()
     opts[1].load_state_dict(opts[0].state_dict())
     assert torch.equal(opts[1].state[weights[1]]["moment"], torch.full((2,), 0.1))
-
-
-def saved_state(**changes: Any) -> dict[str, Any]:
-    model = low_model(torch.float16)
-    opt = polyamp.wrap_optimizer(OPTIMIZERS["adamw"](model.parameters()), loss_scale=LossScale())
-    train(model, opt, 1)
-    state = {**opt.state_dict(), **changes}
-    return {key: value for key, value in state.items() if value != "absent"}
-
-
-@pytest.mark.parametrize(
-    ("saved", "message"),
-    [
-        ({"loss_scale": "absent"}, "state is incomplete"),
-        ({"loss_scale": {"kind": "other"}}, "not a loss-scale state"),
-        ({"master_weights": None}, "master weights are not those"),
-        ({"master_weights": {0: torch.ones(2)}}, "master weights are not those"),
-        ({"param_groups": []}, "parameter groups differ"),
-        ({"state": "absent"}, "state is not an optimizer's"),
-    ],
-)
-def test_states_that_do_not_fit_are_refused_and_change_nothing(saved: dict[str, Any], message: str) -> None:
-    model = low_model(torch.float16)
-    opt = polyamp.wrap_optimizer(OPTIMIZERS["adamw"](model.parameters()), loss_scale=LossScale())
-    train(model, opt, 1, overflow=True)
-    before = contents(opt)
-    with pytest.raises(polyamp.errors.StateError, match=message):
-        opt.load_state_dict(saved_state(**saved))
-    assert contents(opt) == before
-    assert opt.loss_scale == 32768.0
-
-
-def test_master_weights_without_a_place_are_refused() -> None:
-    model = low_model(torch.float32)
-    opt = polyamp.wrap_optimizer(OPTIMIZERS["adamw"](model.parameters()), loss_scale=LossScale())
-    with pytest.raises(polyamp.errors.StateError, match="this optimizer has none"):
-        opt.load_state_dict(saved_state())
-
-
-def test_no_state_at_all_is_refused() -> None:
-    opt = polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), "mixed_float16")
-    with pytest.raises(polyamp.errors.StateError, match="state is not an optimizer's"):
-        opt.load_state_dict([1, 2])

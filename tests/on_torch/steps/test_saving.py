@@ -37,6 +37,7 @@ def through_a_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
+ABSENT = object()
 NAMES = ["momentum", "sgd_fused", "adam", "adamw_fused", "rmsprop", "third_party"]
 # torch's fused SGD on the CPU reads momentum that nobody filled where parameters have 16 bits: no two runs are equal.
 REPEATABLE = [(name, kind) for name in NAMES for kind in [True, False] if (name, kind) != ("sgd_fused", False)]
@@ -109,33 +110,35 @@ def test_loss_scales_of_several_losses_are_saved() -> None:
 
 @pytest.mark.parametrize("kind", [True, False])
 @pytest.mark.parametrize(
-    "change",
+    ("change", "message"),
     [
-        {"param_groups": 3},
-        {"param_groups": [3]},
-        {"param_groups": [{"lr": 0.1}]},
-        {"param_groups": [{"params": 3}]},
-        {"param_groups": [{"params": [0]}]},
-        {"state": 3},
-        {"state": {0: 3}},
-        {"loss_scale": None},
-        {"loss_scale": {"kind": "polyamp.loss_scale"}},
-        {"loss_scales": 3},
-        {"loss_scales": {"generator": {}}},
-        {"master_weights": 3},
-        {"master_weights": {0: 3}},
-        {"master_weights": {"rounds": 3.0, "draws": 0}},
-        {"master_weights": {0: torch.ones(2)}},
+        ({"param_groups": 3}, "not an optimizer's"),
+        ({"param_groups": [3]}, "not an optimizer's"),
+        ({"param_groups": [{"lr": 0.1}]}, "not an optimizer's"),
+        ({"param_groups": [{"params": 3}]}, "not an optimizer's"),
+        ({"param_groups": [{"params": [0]}]}, "parameter groups differ"),
+        ({"state": 3}, "not an optimizer's"),
+        ({"state": {0: 3}}, "not an optimizer's"),
+        ({"state": ABSENT}, "not an optimizer's"),
+        ({"loss_scale": ABSENT}, "state is incomplete"),
+        ({"loss_scale": None}, "loss.scale"),
+        ({"loss_scale": {"kind": "other"}}, "not a loss-scale state"),
+        ({"loss_scales": 3}, "must be a mapping"),
+        ({"loss_scales": {"generator": {}}}, "loss.scale"),
+        ({"master_weights": 3}, "master weights"),
+        ({"master_weights": {0: 3}}, "master weights"),
+        ({"master_weights": {"rounds": 3, "draws": 0}}, "master weights"),
+        ({"master_weights": {0: torch.ones(2)}}, "master weights"),
     ],
     ids=repr,
 )
-def test_bad_states_change_nothing(kind: Any, change: dict[str, Any]) -> None:
+def test_bad_states_change_nothing(kind: Any, change: dict[str, Any], message: str) -> None:
     net, opt = trained(torch.bfloat16, kind=kind)
     state, before = opt.state_dict(), memory(net, opt)
     other_net, other = trained(torch.bfloat16, kind=kind)
     train(other_net, other)
-    state = {**other.state_dict(), **change}
-    with pytest.raises(polyamp.errors.StateError):
+    state = {key: value for key, value in {**other.state_dict(), **change}.items() if value is not ABSENT}
+    with pytest.raises(polyamp.errors.StateError, match=message):
         opt.load_state_dict(state)
     assert memory(net, opt) == before
     assert opt.loss_scale == 32.0

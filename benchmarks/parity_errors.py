@@ -22,9 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 import polyamp
-from polyamp.equivalence.comparison import Comparison, Margin
-from polyamp.equivalence.design import Design
-from polyamp.equivalence.training import Metric, Run
+from polyamp.equivalence.report import Comparison, Question, Run
 
 Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 NOISE: dict[str, Draw] = {  # mean 0, deviation 1
@@ -40,22 +38,21 @@ DEVIATIONS = (0.3, 1.0)
 VERDICTS = ("equivalent", "worse", "better", "not yet known")
 
 
-def ended(differences: np.ndarray, design: Design) -> tuple[str, int]:
+def ended(differences: np.ndarray, question: Question) -> tuple[str, int]:
     """Return the verdict and the number of seeds of one parity, with the looks of `polyamp.parity`."""
-    low = [Run(seed, float(one), {}) for seed, one in enumerate(differences)]
-    float32 = [Run(seed, 0.0, {}) for seed in range(len(low))]
+    low = [Run(seed, {"loss": float(one)}) for seed, one in enumerate(differences)]
+    float32 = [Run(seed, {"loss": 0.0}) for seed in range(len(low))]
     for seen in range(3, len(low) + 1):
-        pairs = (tuple(low[:seen]), tuple(float32[:seen]))
-        found = Comparison("mixed_float16", *pairs, Metric("loss", "lower"), Margin(1.0), design)
-        if found.is_decided:
+        found = Comparison("mixed_float16", tuple(low[:seen]), tuple(float32[:seen]), question)
+        if found.verdict != "not yet known":
             break
     return found.verdict, found.seeds
 
 
-def rates(noise: str, deviation: float, mean: float, design: Design, draws: int) -> dict[str, Any]:
+def rates(noise: str, deviation: float, mean: float, question: Question, draws: int) -> dict[str, Any]:
     """Return the share of each verdict, and the mean number of seeds."""
-    made = mean + deviation * NOISE[noise](np.random.default_rng(0), (draws, design.seeds))
-    verdicts, seeds = zip(*(ended(row, design) for row in made), strict=True)
+    made = mean + deviation * NOISE[noise](np.random.default_rng(0), (draws, question.seeds))
+    verdicts, seeds = zip(*(ended(row, question) for row in made), strict=True)
     found = Counter(verdicts)
     return {verdict: round(found[verdict] / draws, 4) for verdict in VERDICTS} | {"seeds": round(np.mean(seeds), 1)}
 
@@ -69,7 +66,7 @@ def main(
     cases = [(noise, deviation, mean) for noise in NOISE for deviation in DEVIATIONS for mean in MEANS]
     rows = []
     for noise, deviation, mean in track(cases, "drawing", console=console()):
-        found = rates(noise, deviation, MEANS[mean], Design(seeds, alpha), draws)
+        found = rates(noise, deviation, MEANS[mean], Question(1.0, metric="loss", seeds=seeds, alpha=alpha), draws)
         rows.append({"differences": noise, "deviation": deviation, "true difference": mean, **found})
     table = Table(*rows[0], box=SIMPLE_HEAD, title=f"{draws} parities of {seeds} seeds; stated error rate {alpha:.0%}")
     for row in rows:

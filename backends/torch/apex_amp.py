@@ -47,7 +47,6 @@ from polyamp.backends.torch.steps.losses import LossScalers, Scaling
 from polyamp.backends.torch.steps.optimizer import ALIVE, LossScaledOptimizer
 from polyamp.backends.torch.steps.ranks import any_rank
 from polyamp.backends.torch.steps.scaler import LossScaler
-from polyamp.controls import scale_in_effect
 from polyamp.errors import InvalidTypeError, InvalidValueError, StateError, UsageError, unreported, warn_deprecated
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.policies import policy
@@ -318,7 +317,7 @@ def initialize(
         raise _wrong("cast_model_outputs=", "unknown type of outputs", repr(cast_model_outputs), allowed)
     if not isinstance(num_losses, int) or num_losses < 1:
         raise _wrong("num_losses=", "there must be at least one loss", num_losses, "1 or more")
-    settings = scale_in_effect(_settings(properties.loss_scale, min_loss_scale, max_loss_scale))
+    settings = _settings(properties.loss_scale, min_loss_scale, max_loss_scale)
     some_models: list[nn.Module] = models if isinstance(models, list) else [models]
     some_optimizers: list[torch.optim.Optimizer] = optimizers if isinstance(optimizers, list) else [optimizers]
     some_optimizers = [] if optimizers is None else some_optimizers

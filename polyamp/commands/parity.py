@@ -1,52 +1,25 @@
-"""``polyamp parity``: the verb of the same name, on a user's own training function.
-
-The exit code is 0 if every policy trains as well as float32, `WORSE`, `NOT_YET_KNOWN` or `CANNOT_TELL` if not, 1 for
-polyamp's own errors, and 2 for a wrong command line.
-"""
+"""``polyamp parity``: the verb of the same name, on a user's own training function."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated, Literal
 
 import typer
 
-from polyamp.commands.diagnosis import FINDINGS, JsonFile, PlotFile
+from polyamp.commands.diagnosis import JsonFile, PlotFile
 from polyamp.commands.show import check_files, printing_elsewhere, show, writing
 from polyamp.commands.target import training_of
-from polyamp.equivalence.design import FIRST_LOOK
 from polyamp.equivalence.parity import parity as train_over_seeds
+from polyamp.equivalence.statistics import FIRST_LOOK
 
-WORSE = FINDINGS
-NOT_YET_KNOWN = 4
-"""The exit code if more seeds are needed."""
-CANNOT_TELL = 5
-"""The exit code if no negative control failed, so that equivalence on this task shows nothing."""
-INTERRUPTED = 130
-"""The exit code after an interruption, as in shells."""
+CODES = {"equivalent": 0, "better": 0, "worse": 3, "not yet known": 4, "cannot tell": 5}
+INTERRUPTED = 130  # as in shells
 
-_CODES = {"equivalent": 0, "better": 0, "worse": WORSE, "not yet known": NOT_YET_KNOWN, "cannot tell": CANNOT_TELL}
 _TRAIN = (
     "package.module:function: train(policy, seed), which returns the metric; or a function that returns it, or a dict."
 )
 _MARGIN = "The largest difference that would not matter: a number, or a share of float32's mean."
-
-
-@contextmanager
-def _interrupted(keep: str | None) -> Iterator[None]:
-    """End with one line, instead of a traceback, if the user interrupts the training."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        kept = (
-            f"finished runs are in {keep}: the same command goes on"
-            if keep
-            else "--keep FILE would keep the finished runs"
-        )
-        print(f"\ninterrupted: {kept}", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
 
 
 def parity(
@@ -77,23 +50,18 @@ def parity(
     Exit code 3: a policy is worse. 4: not yet known, more seeds are needed. 5: the task cannot tell.
     """
     check_files(json, plot)
-    with printing_elsewhere(json), _interrupted(keep):
-        found = training_of(target).call(
-            train_over_seeds,
-            policy=policy,
-            seeds=seeds,
-            margin=margin,
-            metric=metric,
-            better=better,
-            alpha=alpha,
-            controls=controls,
-            stop_early=stop_early,
-            first_seed=first_seed,
-            keep=keep,
-        )
+    options = {"policy": policy, "seeds": seeds, "margin": margin, "metric": metric, "better": better, "alpha": alpha}
+    options |= {"controls": controls, "stop_early": stop_early, "first_seed": first_seed, "keep": keep}
+    try:
+        with printing_elsewhere(json):
+            found = training_of(target).call(train_over_seeds, **options)
+    except KeyboardInterrupt:
+        kept = f"finished runs are in {keep}: the same command goes on" if keep else "--keep FILE would keep the runs"
+        print(f"\ninterrupted: {kept}", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
     show([found], found.as_dict(), json)
     if plot is not None:
         with writing():
             found.plot(plot)
-    if code := _CODES[found.verdict]:
+    if code := CODES[found.verdict]:
         raise typer.Exit(code)

@@ -2,29 +2,56 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import json
 import math
+import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from polyamp import controls as negative
+from polyamp import registry
+from polyamp.diagnosis.health import health
 from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.diagnosis.progress import Progress, progressing
-from polyamp.equivalence.comparison import Comparison, Margin, shortened
-from polyamp.equivalence.design import FIRST_LOOK, Design
-from polyamp.equivalence.journal import Journal
-from polyamp.equivalence.report import Parity, failed
-from polyamp.equivalence.statistics import student
-from polyamp.equivalence.training import Better, Metric, Run, Trainer
-from polyamp.errors import PolyampError, PolyampWarning
+from polyamp.equivalence.report import Better, Comparison, Parity, Question, Run
+from polyamp.equivalence.statistics import FIRST_LOOK, student
+from polyamp.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    LossScaleError,
+    NonFiniteLossError,
+    PolyampError,
+    PolyampWarning,
+    UsageError,
+    warn_once,
+)
 from polyamp.formats import format_of
+from polyamp.loss_scale import LossScale
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.validation import check_arguments, check_count, check_range, is_integer, is_number
+from polyamp.report import finite
+from polyamp.validation import as_number, check_arguments, check_count, check_range, is_integer, is_number, shown
+
+FLOAT32 = make_policy("float32")
+Key = tuple[str, str, int]  # of a kept run: the training function, the policy and the seed
+
+# fmt: off
+HIGHER = frozenset((
+    "accuracy", "acc", "auc", "auprc", "auroc", "bleu", "chrf", "dice", "f1", "iou", "kappa", "map", "mcc",
+    "miou", "ndcg", "precision", "psnr", "r2", "recall", "reward", "rouge", "score", "ssim", "top1", "top5",
+))
+LOWER = frozenset((
+    "bpb", "bpc", "brier", "cer", "crossentropy", "entropy", "error", "fid", "logloss", "loss", "mae", "mape",
+    "mse", "nll", "perplexity", "ppl", "rate", "rmse", "value", "wer",
+))
+# fmt: on
+_FORMS = 'a number; {"accuracy": number, ...}; or one of the two and the wrapped optimizer (JAX: its state) in a tuple'
 
 
 def parity(
@@ -45,13 +72,13 @@ def parity(
 ) -> Parity:
     """Train over seeds in float32 and under policies, and report whether the results are equivalent.
 
-    Every seed is trained in float32 and in each other way, with the same weights and the same order of the data, so the
+    Every seed is trained in float32 and under each policy, with the same weights and the same order of the data, so the
     results are compared in pairs. The verdict comes from two one-sided t-tests (TOST): the means are equivalent if the
     whole confidence interval of their difference lies within the margin; a difference that is merely not significant is
     not evidence of equality.
 
-    Negative controls show that the task could fail: the same policy without loss scaling (float16), and with parameters
-    that are rounded to 16 bits after every update. If none of them fails, equivalence on this task shows nothing.
+    Negative controls show that the task could fail: the same policy with every operation in 16 bits, and in float16
+    without loss scaling. If none of them fails, equivalence on this task shows nothing.
 
     >>> def train(policy, seed):  # in place of a training that takes minutes
     ...     noise = (seed * 7919 % 13 - 6) * 1e-4
@@ -72,13 +99,13 @@ def parity(
         metric: which metric to compare, if ``train`` returns several; None is the first.
         better: "higher" or "lower"; None is decided by the metric's name.
         alpha: chance of a wrong verdict for each comparison, all looks together (> 0, < 0.5).
-        controls: whether to train the negative controls, and float32 twice with one seed.
+        controls: whether to train the negative controls.
         stop_early: whether to stop a comparison as soon as it is clear.
         first_seed: the seeds are this one and those that follow it.
         reference: values of float32 that you have already, at least two; they are then not trained, and the comparison
             is not paired (Welch's test).
-        keep: a file to which every finished run is added. Runs that it has from an earlier call are not trained again:
-            after an interruption, call the same again. A warning tells if the file of ``train`` was edited since.
+        keep: a file to which every finished run is added, one line of JSON each. Runs that it has of this function,
+            policy and seed are not trained again: after an interruption, call the same again.
         progress: True shows a bar on standard error (lines if that is not a terminal), False nothing; or a function
             that is called with ``(runs done, runs in all, text)``.
 
@@ -95,151 +122,120 @@ def parity(
     Sources: the tests are Schuirmann's (1987), in the form of confidence intervals; negative and positive controls as
     in any assay (Lipsitch and others 2010).
     """
-    chosen = _checked(policy, seeds, alpha, first_seed, reference)
+    policies = _checked(policy, seeds, alpha, first_seed, reference)
     student()  # if scipy is missing, this fails now and not after hours of training
-    study = _Study(
-        Trainer(train, metric, better),
-        Margin.of(margin),
-        Design(seeds, alpha, stop_early),
-        _ways(chosen, controls),
-        Journal(None if keep is None else Path(keep)),
-        given=reference,
-        repeats=controls and reference is None,
-    )
-    every = seeds * (len(study.ways) + (reference is None)) + study.repeats
-    with progressing(progress, every, "parity") as done:
-        study.train(range(first_seed, first_seed + seeds), done)
+    amount, is_share = _margin(margin)
+    question = Question(amount, is_share, metric or "", better or "lower", seeds, alpha, stop_early, reference is None)
+    study = _Study(_caller(train), _name(train), question, better, reference, None if keep is None else Path(keep))
+    ways = {(one, name): made for one in policies for name, made in _variants(one, controls).items()}
+    study.train(ways, range(first_seed, first_seed + seeds), progress)
     return study.report()
-
-
-@dataclass(frozen=True)
-class _Way:
-    """A policy, and the way in which it is broken on purpose, if it is."""
-
-    policy: Policy
-    control: negative.Control | None = None
-
-    @property
-    def trained(self) -> Policy:
-        """The policy that the training function receives."""
-        return negative.policy_under(self.policy, self.control) if self.control else self.policy
-
-    @contextmanager
-    def in_effect(self) -> Iterator[Callable[[], bool]]:
-        """Break mixed precision in the block. Provides a function that returns whether an optimizer was reached."""
-        if self.control is None:
-            yield lambda: True
-            return
-        with negative.broken(self.control) as tally, warnings.catch_warnings():
-            warnings.simplefilter("ignore", PolyampWarning)  # broken on purpose: of no use to the user
-            yield lambda: tally.reached > 0
-
-    @property
-    def broken_by(self) -> str:
-        """The name of the negative control; empty without one."""
-        return self.control.name if self.control else ""
-
-    def __str__(self) -> str:
-        name = shortened(str(self.policy))
-        return f"{name}, {self.control.name}" if self.control else name
-
-
-FLOAT32 = _Way(make_policy("float32"))
-_POLICIES = "policies of 16 bits; float32 is trained in any case"
 
 
 @dataclass
 class _Study:
     """The runs of one call, as they come."""
 
-    trainer: Trainer
-    margin: Margin
-    design: Design
-    ways: tuple[_Way, ...]
-    journal: Journal
-    given: Sequence[float] | None = None
-    repeats: bool = False  # whether float32 is trained a second time with the first seed
-    float32: list[Run] = field(default_factory=list)
-    runs: dict[_Way, list[Run]] = field(default_factory=dict)
-    reached: set[_Way] = field(default_factory=set)
-    again: Run | None = None
+    call: Callable[[Policy, int], Any]
+    name: str  # of the training function
+    question: Question
+    better: Better | None
+    given: Sequence[float] | None  # float32's values, if it is not trained
+    path: Path | None  # where runs are kept
 
     def __post_init__(self) -> None:
-        self.runs = {way: [] for way in self.ways}
-        if self.given is not None:
-            self.float32 = [Run(place, float(value), {}) for place, value in enumerate(self.given)]
+        self.kept: dict[Key, Run] = {} if self.path is None else read_runs(self.path)
+        self.float32: list[Run] = []
+        self.runs: dict[tuple[Policy, str], list[Run]] = {}  # by policy and name of the control
+        if self.question.metric:
+            self.question = self._named(self.question.metric)
 
-    def train(self, seeds: range, done: Callable[[str], None]) -> None:
-        """Train seed after seed in every way that is not yet clear."""
-        for seed in seeds:
-            open_ways = [way for way in self.ways if self._is_open(way)]
-            if not open_ways:
-                return
-            if self.given is None:
-                self.float32.append(self._run(FLOAT32, seed, done))
-                if len(self.float32) == 1 and self.repeats:
-                    self.again = self._run(FLOAT32, seed, done, again=True)
-            for way in open_ways:
-                self.runs[way].append(self._run(way, seed, done))
+    def train(self, ways: Mapping[tuple[Policy, str], Policy], seeds: range, progress: Progress) -> None:
+        """Train the next seed under every policy whose verdict is still open."""
+        self.runs = {way: [] for way in ways}
+        with progressing(progress, len(seeds) * (len(ways) + (self.given is None)), "parity") as done:
+            for seed in seeds:
+                unclear = [way for way in ways if self._is_open(way)]
+                if unclear and self.given is None:
+                    self.float32.append(self._run(FLOAT32, "float32", seed, done))
+                for policy, control in unclear:
+                    title = self.compare((policy, "")).name + (f", {control}" if control else "")
+                    with warnings.catch_warnings():
+                        if control:  # broken on purpose, of which the user need not be warned
+                            warnings.simplefilter("ignore", PolyampWarning)
+                        self.runs[policy, control].append(self._run(ways[policy, control], title, seed, done))
 
-    def _is_open(self, way: _Way) -> bool:
+    def _is_open(self, way: tuple[Policy, str]) -> bool:
         """Return whether more runs would tell more. A control serves to doubt that its policy is equivalent."""
-        found = self.comparison(way)
-        if found.is_decided or not found.was_reached or not all(run.is_finite for run in self.float32):
+        policy, control = way
+        if not self.runs[way]:
+            return True
+        if self.question.diverged(self.float32) or self.compare(way).verdict != "not yet known":
             return False
-        return way.control is None or not failed(self.comparison(_Way(way.policy)))
+        return not control or self.compare((policy, "")).verdict in ("equivalent", "not yet known")
 
-    def _run(self, way: _Way, seed: int, done: Callable[[str], None], *, again: bool = False) -> Run:
-        """Train once, or take the run from the journal."""
-        key = (self.trainer.name, str(way.policy), "again" if again else way.broken_by, seed)
-        which = f"seed {seed}, {way}{' again' if again else ''}"
-        if is_new := key not in self.journal.runs:
-            with way.in_effect() as was_reached, _named(which):
-                run = self.trainer(way.trained, seed, may_fail=way != FLOAT32)
-                self.journal.add(key, run, was_reached(), self.trainer.source)
-        run, reached = self.journal.take(key, self.trainer.source)
-        run = self.trainer.read(run)
-        if reached:
-            self.reached.add(way)
-        done(f"{which}: {run.value:.6g}{'' if is_new else ' (kept)'}")
+    def _run(self, policy: Policy, title: str, seed: int, done: Callable[[str], None]) -> Run:
+        """Train once, or take the run from the file."""
+        key, which = (self.name, str(policy), seed), f"seed {seed}, {title}"
+        if is_new := key not in self.kept:
+            try:
+                self.kept[key] = self._trained(policy, seed)
+            except Exception as error:
+                advice = "" if isinstance(error, PolyampError) else "; if training diverged, return NaN as the metric"
+                error.add_note(f"in polyamp.parity, {which}{advice}")
+                raise
+            if self.path is not None:
+                add_run(self.path, key, self.kept[key])
+        run = self.kept[key]
+        if run.metrics and not self.question.metric:
+            self.question = self._named(next(iter(run.metrics)))
+        if run.metrics and self.question.metric not in run.metrics:
+            raise InvalidValueError(
+                "train returned no such metric",
+                where="parity(metric=)",
+                found=self.question.metric,
+                allowed=", ".join(run.metrics),
+                fix="name one that train returns, each time",
+            )
+        done(f"{which}: {run.value(self.question.metric):.6g}{'' if is_new else ' (kept)'}")
         return run
 
-    def comparison(self, way: _Way) -> Comparison:
-        """Return what the runs of one way show so far."""
-        runs = tuple(self.runs[way])
-        reference = self.float32 if self.given is not None else self.float32[: len(runs)]
-        return Comparison(
-            str(way.policy),
-            runs,
-            tuple(reference),
-            self.trainer.metric or Metric("value", "lower"),
-            self.margin,
-            self.design,
-            control=way.broken_by,
-            is_paired=self.given is None,
-            was_reached=not runs or way in self.reached,
-        )
+    def _trained(self, policy: Policy, seed: int) -> Run:
+        try:
+            with policy, contextlib.chdir("."):  # back to the current directory, if train leaves it
+                made = self.call(policy, seed)
+        except SystemExit as error:  # its exit code would be taken for a verdict
+            raise UsageError(
+                "train ended the program",
+                where="parity(train)",
+                found=f"sys.exit({error.code!r})",
+                allowed=f"a function that returns {_FORMS}",
+                fix="return the metric; options come from arguments with defaults, not from the command line",
+            ) from error
+        except (LossScaleError, NonFiniteLossError, FloatingPointError) as error:
+            if policy == FLOAT32:
+                raise
+            return Run(seed, {}, failure=str(error).splitlines()[0])
+        metrics, holder = _parts(made)
+        return Run(seed, metrics, None if holder is None else health(holder).skipped)
+
+    def _named(self, metric: str) -> Question:
+        return replace(self.question, metric=metric, better=self.better or better_of(metric))
+
+    def compare(self, way: tuple[Policy, str]) -> Comparison:
+        """Return what the runs of one policy, or of a control of it, show so far."""
+        policy, control = way
+        runs, reference = tuple(self.runs[way]), tuple(self.float32[: len(self.runs[way])])
+        if self.given is not None:
+            metric = self.question.metric
+            reference = tuple(Run(place, {metric: float(value)}) for place, value in enumerate(self.given))
+        return Comparison(str(policy), runs, reference, self.question, control)
 
     def report(self) -> Parity:
         """Return the report of all runs."""
-        return Parity(self.trainer.name, tuple(self.float32), tuple(map(self.comparison, self.ways)), self.again)
-
-
-@contextmanager
-def _named(which: str) -> Iterator[None]:
-    """Tell in errors of the training function which run failed."""
-    try:
-        yield
-    except Exception as error:
-        advice = "" if isinstance(error, PolyampError) else "; if training diverged, return NaN as the metric"
-        error.add_note(f"in polyamp.parity, {which}{advice}")
-        raise
-
-
-def _ways(policies: Sequence[Policy], controls: bool) -> tuple[_Way, ...]:
-    """Return every policy, each followed by its negative controls."""
-    broken = {policy: negative.for_policy(policy) if controls else () for policy in policies}
-    return tuple(_Way(policy, control) for policy in policies for control in (None, *broken[policy]))
+        ways = tuple(map(self.compare, self.runs))
+        float32 = tuple(self.float32) if self.given is None else ways[0].reference
+        return Parity(self.name, self.question, float32, ways)
 
 
 def _checked(
@@ -255,15 +251,157 @@ def _checked(
     check_count("seeds", seeds, where="parity(seeds=)")
     check_range("seeds", seeds, FIRST_LOOK, 10_000, where="parity(seeds=)")
     check_range("alpha", alpha, 1e-6, 0.49, where="parity(alpha=)")
-    names = list(map(str, chosen))
+    are_low = bool(chosen) and all(format_of(one.compute).is_low for one in chosen)
+    are_numbers = reference is None or (
+        len(reference) > 1 and all(is_number(value) and math.isfinite(value) for value in reference)
+    )
     checks = [
-        ("policy", names, all(format_of(one.compute).is_low for one in chosen) and chosen, _POLICIES),
+        ("policy", list(map(str, chosen)), are_low, "policies of 16 bits; float32 is trained in any case"),
         ("first_seed", first_seed, is_integer(first_seed), "an integer"),
-        ("reference", reference, reference is None or _are_numbers(reference), "at least two finite numbers, or None"),
+        ("reference", reference, are_numbers, "at least two finite numbers, or None"),
     ]
     check_arguments("parity", checks)
     return chosen
 
 
-def _are_numbers(values: Sequence[Any]) -> bool:
-    return len(values) > 1 and all(is_number(value) and math.isfinite(value) for value in values)
+def _margin(given: float | str) -> tuple[float, bool]:
+    """Return the margin, and whether it is a share of float32's mean."""
+    is_share = isinstance(given, str) and given.strip().endswith("%")
+    try:
+        amount = float(given.strip().rstrip("%")) if isinstance(given, str) else given
+    except ValueError:
+        amount = math.nan
+    if not (is_number(amount) and 0 < amount < math.inf):
+        raise InvalidValueError(
+            "invalid margin",
+            where="parity(margin=)",
+            found=shown(given),
+            allowed="a number greater than 0 in the metric's unit, or a share of float32's mean, as in '0.5%'",
+            fix="state the largest difference that would not matter to you",
+        )
+    return (amount / 100 if is_share else float(amount)), is_share
+
+
+def _variants(policy: Policy, controls: bool) -> dict[str, Policy]:
+    """Return a policy by an empty name, and what should train worse than it by the names of the controls."""
+    variants = {"": policy}
+    if controls and policy.compute == "float16":
+        variants["no loss scaling"] = make_policy(policy, loss_scale=LossScale.fixed(1))
+    if controls:
+        variants["all in 16 bits"] = make_policy(policy, rules={"*": "lower"})
+    return {name: variant for name, variant in variants.items() if not name or variant != policy}
+
+
+def better_of(metric: str) -> Better:
+    """Return whether a higher or a lower value of a metric is better, by the last known word of its name."""
+    words = [word for word in re.split(r"[^a-z0-9]+", metric.lower()) if word in HIGHER | LOWER]
+    if words:
+        return "higher" if words[-1] in HIGHER else "lower"
+    raise InvalidValueError(
+        "it is not known whether a higher or a lower value of this metric is better",
+        where="parity(better=)",
+        found=metric,
+        allowed=f"a name with one of {', '.join(sorted(HIGHER | LOWER))}; or better= stated",
+        fix='state better="higher" or better="lower"',
+    )
+
+
+def _name(train: Any) -> str:
+    """Return the module and the name of a function; for a partial one also the arguments that it has."""
+    if isinstance(train, functools.partial):
+        arguments = [*map(repr, train.args), *(f"{name}={value!r}" for name, value in train.keywords.items())]
+        return f"{_name(train.func)}({', '.join(arguments)})"
+    return f"{getattr(train, '__module__', '')}:{getattr(train, '__qualname__', type(train).__name__)}"
+
+
+def _caller(train: Callable[..., Any]) -> Callable[[Policy, int], Any]:
+    """Return how to call the function: with policy and seed by name if it has these names, else one after the other."""
+    found = shown(train)
+    if callable(train):
+        try:
+            signature = inspect.signature(train)
+        except ValueError:  # builtins
+            return train
+        named = {"policy", "seed"} & {one.name for one in signature.parameters.values() if one.kind != 0}
+        found = f"{getattr(train, '__name__', found)}{signature}"
+        with contextlib.suppress(TypeError):
+            if "seed" in named:
+                signature.bind(**dict.fromkeys(named))
+                return lambda policy, seed: train(**{"seed": seed, **({"policy": policy} if "policy" in named else {})})
+            if not named:
+                signature.bind(None, None)
+                return train
+    raise InvalidTypeError(
+        "this is not a training function that parity can call",
+        where="parity(train)",
+        found=found,
+        allowed="train(policy, seed), or train(seed) that trains under the current policy",
+        fix="write a function that makes a fresh model from the seed, trains it, and returns the metric",
+    )
+
+
+def _parts(made: Any) -> tuple[dict[str, float], Any]:
+    """Return the metrics by name, and the optimizer if there is one."""
+    found, holder = made, None
+    if isinstance(made, tuple) and len(made) == 2 and _number(made[1]) is None and registry.adapter_within(made[1]):
+        found, holder = made
+    named = found if isinstance(found, Mapping) else {"value": found}
+    metrics = {str(name): number for name, value in named.items() if (number := _number(value)) is not None}
+    if named and len(metrics) == len(named):
+        return metrics, holder
+    what, fix = "train returned no metric", 'with its name, as in {"accuracy": 0.97}'
+    if metrics:
+        what = f"train returned what is not a number: {', '.join(str(name) for name in named if name not in metrics)}"
+        fix = "and nothing else"
+    raise InvalidTypeError(
+        what,
+        where="parity(train)",
+        found=shown(found),
+        allowed=_FORMS,
+        fix=f"return the metric on data that it did not train on, {fix}",
+    )
+
+
+def _number(value: object) -> float | None:
+    try:
+        return as_number(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def read_runs(path: Path) -> dict[Key, Run]:
+    """Return the runs in a file; a warning names the lines that are damaged, and they are skipped."""
+    runs, damaged = {}, []
+    try:
+        with path.open("a+", errors="replace") as file:  # refuses a folder, and a folder that does not exist
+            file.seek(0)
+            lines = file.readlines()
+            if lines and not lines[-1].endswith("\n"):  # cut off by a process that was killed
+                file.write("\n")
+    except OSError as error:
+        raise _bad_file("the file of runs cannot be written", str(error), "a file in a folder that exists") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            kept = json.loads(line)
+            metrics = {name: math.nan if value is None else as_number(value) for name, value in kept["metrics"].items()}
+            run = Run(kept["seed"], metrics, kept["skipped"], kept["failure"])
+            runs[kept["train"], kept["policy"], run.seed] = run
+        except (ValueError, KeyError, TypeError, AttributeError):
+            damaged.append(str(number))
+    if damaged and not runs:
+        raise _bad_file("this is not a file of runs", f"{path}: no line is one", "a new file, or one that parity wrote")
+    if damaged:
+        warn_once(f"{path}: skipped what is not a whole run, in line {', '.join(damaged)}; it is trained again")
+    return runs
+
+
+def add_run(path: Path, key: Key, run: Run) -> None:
+    """Add a run to a file, as one line that is written at once."""
+    metrics = {name: finite(value) for name, value in run.metrics.items()}
+    line = json.dumps({"train": key[0], "policy": key[1], **run._asdict(), "metrics": metrics})
+    with path.open("ab", buffering=0) as file:
+        file.write(f"{line}\n".encode())
+
+
+def _bad_file(what: str, found: str, allowed: str) -> InvalidValueError:
+    return InvalidValueError(what, where="parity(keep=)", found=found, allowed=allowed, fix="name another file")

@@ -1,24 +1,184 @@
-"""The result of `polyamp.parity`: a table, a conclusion for each policy, JSON and a picture."""
+"""The result of `polyamp.parity`: runs of each policy next to runs in float32, with a verdict and a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from polyamp.equivalence.comparison import UNKNOWN, Comparison, Verdict, as_json, mean_of
-from polyamp.equivalence.statistics import Difference
-from polyamp.equivalence.training import Run
+from polyamp.diagnosis.pictures import figure_for
+from polyamp.equivalence.statistics import FEWEST_TO_AGREE, Difference, alpha_at, paired, seeds_to_tell, unpaired
 from polyamp.report import Report, finite, plural
 
 if TYPE_CHECKING:
     from os import PathLike
+
+Better = Literal["higher", "lower"]
+Verdict = Literal["equivalent", "worse", "better", "not yet known"]
 
 ASSUMPTIONS = (
     "the seeds are independent draws of what training varies; nothing is shown for other data or settings",
     "mean differences follow a t distribution: runs in 16 bits that fail only once in a while are not excluded",
     "every policy is judged by itself: of 20 verdicts at the edge of the margin one is wrong, at 5 %",
 )
+COLOURS = {"equivalent": "#2e7d5b", "worse": "#c0392b", "better": "#1f5fa8", "not yet known": "grey"}
+
+
+class Run(NamedTuple):
+    """One finished training."""
+
+    seed: int
+    metrics: Mapping[str, float]  # all that ``train`` returned, by name
+    skipped: int | None = None  # number of skipped steps; None if ``train`` did not return its optimizer
+    failure: str = ""  # text of the error that ended it: the loss scale gave up, or a loss was not finite
+
+    def value(self, metric: str) -> float:
+        """Return a metric; inf or NaN if training diverged."""
+        return self.metrics.get(metric, math.nan)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is compared, how far it may be apart, and when it is looked at; the same for every policy of a call."""
+
+    margin: float  # in the metric's unit, or the share of float32's mean
+    is_share: bool = False
+    metric: str = ""  # empty until the first run has named its metrics
+    better: Better = "lower"
+    seeds: int = 10  # the seeds that are trained if no earlier look decides
+    alpha: float = 0.05  # chance of a wrong verdict, for each comparison
+    stop_early: bool = True
+    is_paired: bool = True  # whether the runs at the same place share weights and order of data
+
+    def mean(self, runs: Sequence[Run]) -> float:
+        """Return the mean of the metric; NaN of no run, inf or NaN if a run diverged."""
+        return math.fsum(run.value(self.metric) for run in runs) / len(runs) if runs else math.nan
+
+    def diverged(self, runs: Sequence[Run]) -> str:
+        """Return which runs ended without a finite metric; empty if none did."""
+        lost = [run for run in runs if not math.isfinite(run.value(self.metric))]
+        if not lost:
+            return ""
+        which = f"{len(lost)} of {plural(len(runs), 'run')} (seed {', '.join(str(run.seed) for run in lost)})"
+        return f"without a finite {self.metric}: {which}{f': {lost[0].failure}' if lost[0].failure else ''}"
+
+    def as_json(self, runs: Sequence[Run]) -> list[dict[str, Any]]:
+        """Return runs as JSON values; a metric that is not finite becomes None."""
+        named = [{name: finite(value) for name, value in run.metrics.items()} for run in runs]
+        values = [finite(run.value(self.metric)) for run in runs]
+        return [
+            {**run._asdict(), "value": value, "metrics": metrics}
+            for run, value, metrics in zip(runs, values, named, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs of one policy, or of one negative control of it, next to runs in float32."""
+
+    policy: str  # the policy's text
+    runs: tuple[Run, ...]  # in order of the seeds
+    reference: tuple[Run, ...]  # the runs in float32
+    question: Question
+    control: str = ""  # name of the negative control; empty for the policy itself
+
+    @property
+    def name(self) -> str:
+        """The policy's text, cut where it is long; for a control its name."""
+        return self.control or (self.policy if len(self.policy) <= 60 else f"{self.policy[:59]}…")
+
+    @property
+    def seeds(self) -> int:
+        """The number of seeds that were trained."""
+        return len(self.runs)
+
+    @property
+    def mean(self) -> float:
+        """The mean of the metric, inf or NaN if a run diverged."""
+        return self.question.mean(self.runs)
+
+    @property
+    def limit(self) -> float:
+        """The margin in the metric's unit."""
+        asked = self.question
+        return asked.margin * abs(asked.mean(self.reference)) if asked.is_share else asked.margin
+
+    @cached_property
+    def difference(self) -> Difference | None:
+        """The mean difference from float32 with its interval; None with fewer than two seeds or after divergence."""
+        asked = self.question
+        values, reference = ([run.value(asked.metric) for run in runs] for runs in (self.runs, self.reference))
+        if min(len(values), len(reference)) < 2 or not all(map(math.isfinite, values + reference)):
+            return None
+        return (paired if asked.is_paired else unpaired)(values, reference, alpha=self._alpha or asked.alpha)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the means are equivalent, or which one is worse by more than the margin."""
+        return self._decision[0]
+
+    @property
+    def reason(self) -> str:
+        """Why, if the numbers alone do not show it; else empty."""
+        return self._decision[1]
+
+    @property
+    def more_seeds(self) -> int | None:
+        """How many seeds would tell, with a chance of 80 %; None if the verdict is clear, or no number would."""
+        if self.verdict != "not yet known" or self.reason or self.difference is None:
+            return None
+        return seeds_to_tell(self.difference, self.limit, self.seeds)
+
+    @property
+    def _alpha(self) -> float | None:
+        asked = self.question
+        return alpha_at(self.seeds, asked.seeds, asked.alpha, asked.stop_early)
+
+    @cached_property
+    def _decision(self) -> tuple[Verdict, str]:
+        asked, found, limit = self.question, self.difference, self.limit
+        if diverged := asked.diverged(self.reference):
+            return "not yet known", f"float32 itself ended {diverged}"
+        if diverged := asked.diverged(self.runs):
+            return "worse", f"ended {diverged}"
+        if limit == 0:
+            return "not yet known", "the margin is a share of float32's mean, which is 0; state it as a number"
+        is_last = self.seeds >= asked.seeds
+        if found is None or self._alpha is None or (found.error == 0 and not is_last):  # rounded metrics may be equal
+            return "not yet known", ""
+        if found.beyond(limit):
+            return ("better" if (found.mean > 0) == (asked.better == "higher") else "worse"), ""
+        if not found.within(limit) or not (is_last or self.seeds >= FEWEST_TO_AGREE):
+            return "not yet known", ""
+        return self._equivalent(found)
+
+    def _equivalent(self, found: Difference) -> tuple[Verdict, str]:
+        if found.error == 0 and all(run.metrics == self.reference[0].metrics for run in self.reference):
+            reason = "float32 gave one and the same value for every seed: does train use its seed? If it does, a metric"
+            return "not yet known", f"{reason} such as the loss shows more"
+        same = self.question.is_paired and [run.metrics for run in self.runs] == [run.metrics for run in self.reference]
+        return "equivalent", "every seed has the value of float32, as if the policy were not in effect" if same else ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the comparison as JSON values; numbers that are not finite become None."""
+        found = self.difference
+        return {
+            "policy": self.policy,
+            "control": self.control or None,
+            "verdict": self.verdict,
+            "reason": self.reason or None,
+            "seeds": self.seeds,
+            "mean": finite(self.mean),
+            "difference": found and found.mean,
+            "interval": found and [found.low, found.high],
+            "coverage": found and 1 - 2 * found.alpha,
+            "margin": finite(self.limit),
+            "p_equivalent": found and found.p_equivalent(self.limit),
+            "more_seeds": self.more_seeds,
+            "runs": self.question.as_json(self.runs),
+        }
 
 
 @dataclass(frozen=True)
@@ -27,17 +187,17 @@ class Parity(Report):
 
     Attributes:
         name: of the training function.
+        question: what was compared, and the margin.
         float32: the runs in float32, in order of the seeds.
         ways: every comparison, those of negative controls included.
-        again: float32 with the first seed a second time; None if it was not trained.
     """
 
     RIGHT = range(1, 7)
 
     name: str
+    question: Question
     float32: tuple[Run, ...]
     ways: tuple[Comparison, ...]
-    again: Run | None = None
 
     @property
     def comparisons(self) -> tuple[Comparison, ...]:
@@ -51,7 +211,7 @@ class Parity(Report):
     def can_tell(self, comparison: Comparison) -> bool:
         """Return whether a negative control of this policy failed, or none was trained."""
         controls = self.controls_of(comparison)
-        return not controls or any(map(failed, controls))
+        return not controls or any(way.verdict in ("worse", "better") for way in controls)
 
     @property
     def verdict(self) -> Verdict | Literal["cannot tell"]:
@@ -60,9 +220,8 @@ class Parity(Report):
         "cannot tell": the policies are equivalent to float32, but so are the negative controls of one of them.
         """
         found = {one.verdict for one in self.comparisons}
-        serious: tuple[Verdict, ...] = ("worse", UNKNOWN)
-        if doubtful := [verdict for verdict in serious if verdict in found]:
-            return doubtful[0]
+        if "worse" in found or "not yet known" in found:
+            return "worse" if "worse" in found else "not yet known"
         if not all(map(self.can_tell, self.comparisons)):
             return "cannot tell"
         return "better" if found == {"better"} else "equivalent"
@@ -73,33 +232,29 @@ class Parity(Report):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON values, each run included."""
-        first = self.ways[0]
+        asked = self.question
         return {
             "name": self.name,
-            "metric": first.metric.name,
-            "better": first.metric.better,
-            "alpha": first.design.alpha,
-            "seeds": first.design.seeds,
-            "stop_early": first.design.stop_early,
-            "paired": first.is_paired,
+            "metric": asked.metric,
+            "better": asked.better,
+            "alpha": asked.alpha,
+            "seeds": asked.seeds,
+            "stop_early": asked.stop_early,
+            "paired": asked.is_paired,
             "verdict": self.verdict,
-            "float32": {"mean": finite(mean_of(self.float32)), "runs": list(map(as_json, self.float32))},
-            "float32_again": self.again and as_json(self.again),
+            "float32": {"mean": finite(asked.mean(self.float32)), "runs": asked.as_json(self.float32)},
             "comparisons": [{**way.as_dict(), "can_tell": self.can_tell(way)} for way in self.comparisons],
             "controls": [way.as_dict() for way in self.ways if way.control],
             "assumptions": list(ASSUMPTIONS),
         }
 
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw every seed's difference from float32, the mean with its interval, and the margin, into an image file.
-
-        Raises:
-            InvalidValueError: the file's ending does not name an image format.
-            MissingFrameworkError: matplotlib is not installed.
-        """
-        from polyamp.equivalence.picture import draw
-
-        draw(path, self.name, self.ways)
+    def heading(self) -> str:
+        """Return what was compared, with which margin."""
+        asked, limit = self.question, self.ways[0].limit
+        share = f" ({asked.margin * 100:.3g}% of float32's mean)" if asked.is_share else ""
+        how = f"{'in pairs, by seed' if asked.is_paired else 'not in pairs'}; error rate {asked.alpha:.0%}"
+        compared = f"parity of {self.name} with float32: {asked.metric}, {asked.better} is better"
+        return f"{compared}\nmargin {limit:.3g}{share}, compared {how} for each verdict"
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table: the heading, then every policy with its negative controls below it.
@@ -109,107 +264,90 @@ class Parity(Report):
         heading = ("policy", "seeds", "float32", "mean", "difference", "interval", "coverage", "verdict")
         return [heading, *map(_row, self.ways)]
 
-    def heading(self) -> str:
-        """Return what was compared with which margin."""
-        first = self.ways[0]
-        share = f" ({first.margin.amount * 100:.3g}% of float32's mean)" if first.margin.is_share else ""
-        how = "in pairs, by seed" if first.is_paired else "not in pairs"
-        rate = f"error rate {first.design.alpha:.0%} for each verdict"
-        margin = f"margin {first.limit:.3g}{share}, compared {how}; {rate}"
-        return f"parity of {self.name} with float32: {first.metric}\n{margin}"
-
     def sentences(self) -> list[str]:
         """Return a conclusion for each policy, and what is assumed."""
-        return [*self._conclusions(), "", *self._assumptions()]
+        return [*self._conclusions(), "", "assumed: " + ";\n         ".join(ASSUMPTIONS) + "."]
 
     def _conclusions(self) -> Iterator[str]:
         for one in self.comparisons:
             yield _conclusion(one)
             controls = self.controls_of(one)
-            if controls and one.verdict in ("equivalent", UNKNOWN) and all(run.is_finite for run in self.float32):
-                yield _sensitivity(one, controls)
-        if self.again is not None:
-            yield _repeated(self.float32[0], self.again)
+            if not controls or one.verdict != "equivalent":
+                continue
+            listed = ", ".join(f"{way.name} ({way.verdict})" for way in controls)
+            if self.can_tell(one):
+                yield f"The task can tell: of its negative controls {listed}."
+            else:
+                yield f"This task cannot tell: no negative control of {one.name} failed: {listed}."
+                yield "A smaller margin, a smaller learning rate or more steps may tell."
 
-    def _assumptions(self) -> Iterator[str]:
-        first, *others = ASSUMPTIONS
-        yield f"assumed: {first};"
-        yield from (f"         {text}{'.' if text == others[-1] else ';'}" for text in others)
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw every seed's difference from float32, the mean with its interval, and the margin, into an image file.
 
-
-def failed(way: Comparison) -> bool:
-    """Return whether training was told apart from float32, as a negative control must be."""
-    return way.was_reached and way.verdict in ("worse", "better")
+        Raises:
+            InvalidValueError: the file's ending does not name an image format.
+            MissingFrameworkError: matplotlib is not installed.
+        """
+        figure = figure_for(path, (9, 1.6 + 0.55 * len(self.ways)))
+        axis = figure.subplots()
+        limit = finite(self.ways[0].limit) or 0.0  # not known if it is a share and float32 diverged
+        axis.axvspan(-limit, limit, color=COLOURS["equivalent"], alpha=0.12, lw=0, label="margin")
+        axis.axvline(0, color="black", lw=0.8)
+        shown = [way.difference for way in self.comparisons if way.difference is not None]
+        reach = max([2 * limit, *(1.3 * max(abs(one.low), abs(one.high)) for one in shown)])
+        if reach:
+            axis.set_xlim(-reach, reach)  # a control that fails may lie far outside
+        for place, way in enumerate(self.ways):
+            _draw(axis, place, way)
+        labels = [f"{'control: ' if way.control else ''}{way.name}\n{way.verdict}" for way in self.ways]
+        axis.set_yticks(range(len(labels)), labels)
+        axis.set_ylim(len(labels) - 0.5, -0.5)
+        axis.set(xlabel=f"{self.question.metric}: difference from float32", title=self.name)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=9, loc="lower right")
+        figure.savefig(path, dpi=150)
 
 
 def _row(way: Comparison) -> tuple[str, ...]:
-    found = way.difference
-    differences = ("", "", "")
+    found, differences = way.difference, ("", "", "")
     if found is not None:
         coverage = f"{1 - 2 * found.alpha:.1%}"
         differences = (f"{found.mean:+.2g}", f"{found.low:+.2g} .. {found.high:+.2g}", coverage)
     name = f"  control: {way.control}" if way.control else way.name
-    means = (f"{mean_of(way.reference):.5g}", f"{way.mean:.5g}")
-    return (name, str(way.seeds), *means, *differences, way.verdict if way.was_reached else "not in effect")
+    means = (f"{way.question.mean(way.reference):.5g}", f"{way.mean:.5g}")
+    return (name, str(way.seeds), *means, *differences, way.verdict)
 
 
 def _conclusion(one: Comparison) -> str:
-    if one.verdict == "worse" and one.reason:
-        return f"{one.name} is worse than float32: it {one.reason}."
+    found, reason = one.difference, one.reason
+    if one.verdict == "worse" and reason:
+        return f"{one.name} is worse than float32: it {reason}."
     said = {
         "equivalent": "trains as well as float32, within the margin",
         "better": "ends better than float32 by more than the margin, so it is not the same training",
         "worse": "is worse than float32 by more than the margin",
-        UNKNOWN: "is not yet known to train as well as float32",
+        "not yet known": "is not yet known to train as well as float32",
     }
-    ending = one.reason or (_how_many(one) if one.verdict == UNKNOWN else _nonzero(one))
-    return f"{one.name} {said[one.verdict]}{f': {ending}' if ending else ''}."
+    if not reason and one.verdict == "not yet known":
+        more, last = one.more_seeds, max(run.seed for run in one.runs)
+        reason = "the mean difference so far is about as large as the margin, so more seeds are not likely to tell"
+        if more is not None:
+            reason = f"about {plural(more, 'seed')} would tell; take new ones, from seed {last + 1}"
+    if not reason and one.verdict == "equivalent" and found is not None and (found.low > 0 or found.high < 0):
+        reason = f"the difference, {found.mean:+.2g}, is more than chance"
+    return f"{one.name} {said[one.verdict]}{f': {reason}' if reason else ''}."
 
 
-def _nonzero(one: Comparison) -> str:
-    """Return that a difference within the margin is more than chance; empty if it may be zero."""
-    found = one.difference
-    is_small = one.verdict == "equivalent" and found is not None and _excludes_zero(found)
-    return f"the difference, {found.mean:+.2g}, is more than chance" if is_small and found else ""
-
-
-def _excludes_zero(found: Difference) -> bool:
-    return found.low > 0 or found.high < 0
-
-
-def _how_many(one: Comparison) -> str:
-    more = one.more_seeds
-    if more is None:
-        return "the mean difference so far is about as large as the margin, so more seeds are not likely to tell"
-    last = max(run.seed for run in one.runs)
-    return f"about {plural(more, 'seed')} would tell; take new ones, from seed {last + 1}"
-
-
-def _sensitivity(one: Comparison, controls: Sequence[Comparison]) -> str:
-    told = [control.name for control in controls if failed(control)]
-    missed = [f"{control.name} ({_why_missed(control)})" for control in controls if not failed(control)]
-    if not told:
-        advice = " A smaller margin, a smaller learning rate or more steps may tell."
-        ending = advice if any(control.was_reached for control in controls) else ""
-        return f"This task cannot tell: no negative control of {one.name} failed: {', '.join(missed)}.{ending}"
-    ending = f" Not noticed: {', '.join(missed)}." if missed else ""
-    return f"The task can tell: {one.name} fails with {', '.join(told)}.{ending}"
-
-
-def _why_missed(control: Comparison) -> str:
-    found = control.difference
-    if control.was_reached and control.verdict == "equivalent" and found is not None and _excludes_zero(found):
-        least = min(abs(found.low), abs(found.high))
-        return f"equivalent, but it differs by {found.mean:+.2g}: a margin below {least:.2g} would tell"
-    return control.verdict if control.was_reached else "not in effect: train has to call polyamp.wrap_optimizer"
-
-
-def _repeated(first: Run, again: Run) -> str:
-    if not first.is_finite and not again.is_finite:
-        return f"float32 with seed {first.seed}, twice: not finite."
-    if first.value == again.value:
-        return f"float32 with seed {first.seed}, twice: equal to the last bit."
-    return (
-        f"float32 with seed {first.seed}, twice: {first.value:.6g} and {again.value:.6g}; the seed does not "
-        "decide all, so pairs tell less."
-    )
+def _draw(axis: Any, place: int, way: Comparison) -> None:
+    colour, found, metric = COLOURS[way.verdict], way.difference, way.question.metric
+    if way.question.is_paired:
+        pairs = zip(way.runs, way.reference, strict=True)
+        differences = [run.value(metric) - other.value(metric) for run, other in pairs]
+        seeds = list(filter(math.isfinite, differences))
+        axis.plot(seeds, [place] * len(seeds), "|", color=colour, alpha=0.6, ms=10)
+    if found is not None:
+        axis.errorbar(found.mean, place, xerr=found.reach, fmt="o", color=colour, capsize=4)
+        left, right = axis.get_xlim()
+        if found.low > right or found.high < left:
+            edge, side = (right, "right") if found.mean > 0 else (left, "left")
+            axis.annotate("outside", (edge, place), color=colour, ha=side, va="center")

@@ -1,4 +1,4 @@
-"""The statistics of `polyamp.parity`: two one-sided t-tests of a difference of means. SciPy computes them.
+"""The statistics of `polyamp.parity`: two one-sided t-tests of a difference of means, and when they are looked at.
 
 Worked example: five seeds, each trained in float32 and in 16 bits. The losses differ by 0.001 on average. The margin is
 0.01.
@@ -25,9 +25,25 @@ from typing import Any
 
 from polyamp.refusals import missing
 
-POWER = 0.8
-"""The chance of a clear verdict for which `seeds_to_tell` plans, the usual one (Cohen 1988)."""
+POWER = 0.8  # the chance of a clear verdict for which `seeds_to_tell` plans, the usual one (Cohen 1988)
 MOST_SEEDS = 10_000
+FIRST_LOOK = 3  # with two seeds the t distribution is too wide to tell anything
+FEWEST_TO_AGREE = 5  # an early look at fewer seeds would too often miss a rare bad run
+EARLY_SHARE = 0.2  # the share of alpha that the looks before the last have together
+
+
+def alpha_at(look: int, seeds: int, alpha: float, stop_early: bool) -> float | None:
+    """Return the error rate of the look after ``look`` of ``seeds`` seeds; None if there is no look.
+
+    >>> [alpha_at(look, 10, 0.05, stop_early=True) for look in (2, 10)]
+    [None, 0.04]
+    """
+    # A test that is repeated after every seed until it passes passes too often. By the inequality of Bonferroni the
+    # first verdict is wrong with a chance of at most the sum of the looks' rates, which is alpha.
+    early = range(FIRST_LOOK, seeds) if stop_early else range(0)
+    if look == seeds:
+        return alpha * (1 - EARLY_SHARE) if early else alpha
+    return alpha * EARLY_SHARE / len(early) if look in early else None
 
 
 @dataclass(frozen=True)
@@ -64,13 +80,8 @@ class Difference:
 
     def p_equivalent(self, margin: float) -> float:
         """Return the larger p-value of the two one-sided tests; equivalent if it is less than ``alpha``."""
-        return max(self._p_value(self.mean + margin), self._p_value(margin - self.mean))
-
-    def _p_value(self, inside: float) -> float:
-        """Return the p-value of one test, for the distance by which the mean is inside one end of the margin."""
-        if not self.error:
-            return float(inside <= 0)
-        return float(student().sf(inside / self.error, self.freedom))
+        inside = margin - abs(self.mean)  # of the end that is nearer, whose p-value is the larger one
+        return float(student().sf(inside / self.error, self.freedom)) if self.error else float(inside <= 0)
 
 
 def paired(values: Sequence[float], reference: Sequence[float], *, alpha: float) -> Difference:
@@ -93,18 +104,18 @@ def seeds_to_tell(found: Difference, margin: float, seeds: int) -> int | None:
     """Return how many seeds would decide, with a chance of `POWER`, if the mean and the spread stay as they are."""
     distance = abs(margin - abs(found.mean))
     deviation = found.error * math.sqrt(seeds)
-    low, high = seeds, MOST_SEEDS
-    if not _tells(high, distance, deviation, found.alpha):
+
+    def tells(seeds: int) -> bool:
+        quantiles = _quantile(1 - found.alpha, seeds - 1) + _quantile(POWER, seeds - 1)
+        return quantiles * deviation <= distance * math.sqrt(seeds)
+
+    if not tells(MOST_SEEDS):
         return None
+    low, high = seeds, MOST_SEEDS
     while low < high:  # more seeds tell more: bisect
         middle = (low + high) // 2
-        low, high = (low, middle) if _tells(middle, distance, deviation, found.alpha) else (middle + 1, high)
+        low, high = (low, middle) if tells(middle) else (middle + 1, high)
     return low
-
-
-def _tells(seeds: int, distance: float, deviation: float, alpha: float) -> bool:
-    quantiles = _quantile(1 - alpha, seeds - 1) + _quantile(POWER, seeds - 1)
-    return quantiles * deviation <= distance * math.sqrt(seeds)
 
 
 @cache

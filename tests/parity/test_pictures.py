@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from polyamp.diagnosis import pictures
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation, Recording
 from polyamp.diagnosis.spread import Spread
-from polyamp.equivalence import picture
-from polyamp.equivalence.comparison import Comparison, Margin
-from polyamp.equivalence.report import Parity
+from polyamp.equivalence import report as parity_report
+from polyamp.equivalence.report import Comparison, Parity
 from polyamp.errors import InvalidValueError
 from polyamp.plan import Plan, PlannedOperation
-from support.seeded_runs import compared, runs
+from support.seeded_runs import compared
 
 RNG = np.random.default_rng(0)
 
@@ -56,7 +54,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         made.append(figure_of(*arguments))
         return made[-1]
 
-    for module in (pictures, picture):
+    for module in (pictures, parity_report):
         monkeypatch.setattr(module, "figure_for", kept)
 
     def draw(report: Probe | Plan | Parity, name: str = "picture.png") -> Figure:
@@ -141,10 +139,10 @@ def test_a_parity_has_a_row_for_each_way_with_every_seed_and_the_margin(drawn: A
     found = polyamp.parity(train, ["mixed_float16", "mixed_bfloat16"], controls=False, margin=0.01, progress=False)
     (axis,) = drawn(found).axes
     rows = [label.get_text() for label in axis.get_yticklabels()]
-    assert rows == ["mixed_float16\nequivalent, 5 seeds", "mixed_bfloat16\nworse, 3 seeds"]
+    assert rows == ["mixed_float16\nequivalent", "mixed_bfloat16\nworse"]
     seeds = [line for line in axis.lines if line.get_marker() == "|" and line.get_markersize() == 10]
     assert [len(line.get_xdata()) for line in seeds] == [5, 3]
-    assert {line.get_color() for line in seeds} == {picture.COLOURS["equivalent"], picture.COLOURS["worse"]}
+    assert {line.get_color() for line in seeds} == {parity_report.COLOURS["equivalent"], parity_report.COLOURS["worse"]}
     (margin,) = axis.patches
     assert margin.get_x() == -0.01
     assert margin.get_width() == 0.02
@@ -155,27 +153,29 @@ def test_a_parity_has_a_row_for_each_way_with_every_seed_and_the_margin(drawn: A
     assert [list(line.get_ydata()) for line in seeds] == [[0] * 5, [1] * 3]
 
 
-def comparison(values: Sequence[float], control: str = "", **more: Any) -> Comparison:
-    return compared(values, seeds=len(values), control=control, **more)
+def parity_of(*ways: Comparison) -> Parity:
+    return Parity("module:train", ways[0].question, (), ways)
+
+
+def comparison(values: Sequence[float], reference: Sequence[float] | None = None, **more: Any) -> Comparison:
+    return compared(values, reference, seeds=len(values), **more)
 
 
 def test_a_parity_has_the_interval_of_each_way_and_room_for_those_of_policies(drawn: Any) -> None:
     ways = (
         comparison([0.1, 0.3, 0.2], margin=0.5),
-        comparison([4.1, 4.0, 4.2], "worse", margin=0.5),
-        comparison([-4.0, -4.2, -4.1], "better", margin=0.5),
+        comparison([4.1, 4.0, 4.2], control="worse", margin=0.5),
+        comparison([-4.0, -4.2, -4.1], control="better", margin=0.5),
     )
-    (axis,) = drawn(Parity("module:train", (), ways)).axes
+    (axis,) = drawn(parity_of(*ways)).axes
     assert axis.get_title() == "module:train"
-    assert axis.get_xlabel() == "loss, lower is better: difference from float32"
-    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["margin"]
+    assert axis.get_xlabel() == "loss: difference from float32"
     assert [label.get_text().partition("\n")[0] for label in axis.get_yticklabels()] == [
         "mixed_float16",
         "control: worse",
         "control: better",
     ]
     assert axis.get_ylim() == (2.5, -0.5)  # the first one is on top
-    assert [line.get_xdata() for line in axis.lines if len(line.get_ydata()) == 2] == [[0, 0]]
     intervals = [bars.lines[2][0].get_segments()[0] for bars in axis.containers]
     assert [(one[0][1], *one[:, 0]) for one in intervals] == [
         pytest.approx((place, way.difference.low, way.difference.high)) for place, way in enumerate(ways)
@@ -186,17 +186,17 @@ def test_a_parity_has_the_interval_of_each_way_and_room_for_those_of_policies(dr
 
 
 def test_a_parity_whose_policies_are_far_away_shows_them(drawn: Any) -> None:
-    (axis,) = drawn(Parity("train", (), (comparison([4.0, 4.2, 4.1]),))).axes
+    (axis,) = drawn(parity_of(comparison([4.0, 4.2, 4.1]))).axes
     assert axis.get_xlim()[1] > 4.2
     assert not axis.texts
 
 
 def test_a_parity_of_separate_runs_or_after_divergence_is_drawn_too(drawn: Any) -> None:
-    separate = replace(comparison([0.1, 0.3, 0.2]), reference=runs([0.0, 0.1, 0.0, 0.1]), is_paired=False)
+    separate = comparison([0.1, 0.3, 0.2], [0.0, 0.1, 0.0, 0.1], is_paired=False)
     diverged = comparison([0.1, math.nan, 0.2])
-    no_margin = replace(diverged, reference=runs([0.0, math.inf, 0.0]), margin=Margin.of("5%"))
+    no_margin = comparison([0.1, math.nan, 0.2], [0.0, math.inf, 0.0], margin=0.05, is_share=True)
     seeds = []
     for way in (separate, diverged, no_margin):
-        (axis,) = drawn(Parity("train", (), (way,))).axes
+        (axis,) = drawn(parity_of(way)).axes
         seeds.append([len(line.get_xdata()) for line in axis.lines if line.get_marker() == "|" and line.get_alpha()])
     assert seeds == [[], [2], [2]]

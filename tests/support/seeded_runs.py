@@ -8,24 +8,25 @@ from typing import Any
 import numpy as np
 
 import polyamp
-from polyamp.equivalence.comparison import Comparison, Margin
-from polyamp.equivalence.design import Design
-from polyamp.equivalence.report import Parity
-from polyamp.equivalence.training import Metric, Run
-
-LOSS = Metric("loss", "lower")
+from polyamp.equivalence.report import Comparison, Parity, Question, Run
 
 
 def runs(values: Iterable[float]) -> tuple[Run, ...]:
-    return tuple(Run(seed, float(value), {"loss": float(value)}) for seed, value in enumerate(values))
+    return tuple(Run(seed, {"loss": float(value)}) for seed, value in enumerate(values))
 
 
 def compared(
-    values: Sequence[float], seeds: int = 10, margin: float = 1.0, policy: str = "mixed_float16", **more: Any
+    values: Sequence[float],
+    reference: Sequence[float] | None = None,
+    *,
+    policy: str = "mixed_float16",
+    control: str = "",
+    **asked: Any,
 ) -> Comparison:
-    """Compare values with a float32 of 0."""
-    reference = runs([0.0] * len(values))
-    return Comparison(policy, runs(values), reference, LOSS, Margin(margin), Design(seeds, 0.05), **more)
+    """Compare losses with those of float32, which are 0 unless they are given; the margin is 1."""
+    float32 = runs([0.0] * len(values) if reference is None else reference)
+    question = Question(**{"margin": 1.0, "metric": "loss", **asked})
+    return Comparison(policy, runs(values), float32, question, control)
 
 
 def task(

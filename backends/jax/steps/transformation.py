@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, get_args
 
-from polyamp.backends.jax.steps.rounded_updates import with_rounded_updates
 from polyamp.backends.jax.steps.step import Skip, Step
-from polyamp.controls import imposed
 from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
 from polyamp.policies import Policy
@@ -65,9 +63,6 @@ def wrap_optimizer(
     check_master_weights(master_weights)
     masters = master_weights is not False
     inner = optax.with_extra_args_support(tx)
-    loss_scale, update_format = imposed(loss_scale)
-    if update_format is not None:
-        inner = with_rounded_updates(inner, update_format)
     low = policy.needs_master_weights
     unscaled = policy.compute == "float16" and not loss_scale.check
     step = Step(inner, loss_scale.in_float32(), max_grad_norm, axis_name, masters, low, _known(skip), unscaled)

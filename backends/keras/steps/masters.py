@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from keras import ops
-from keras.backend import standardize_dtype
 
 from polyamp.backends.keras.backend import value_of
-from polyamp.backends.keras.dtypes import CASTABLE, is_sixteen_bit
+from polyamp.backends.keras.dtypes import is_sixteen_bit
 from polyamp.backends.keras.unstable import layout_of
 
 
@@ -50,14 +49,6 @@ class MasterWeights:
         """Round the master weights into the model's variables."""
         for variable, master in _pairs(variables, trained):
             variable.assign(ops.cast(value_of(master), variable.dtype))
-
-
-def round_values(variables: Sequence[Any], format_name: str) -> None:
-    """Round variables to a format, to nearest even, as if they were stored in it; see `polyamp.controls`."""
-    # Only those that hold 16 or 32-bit values; not the scales of Keras' float8 layers, which are not weights.
-    for variable in variables:
-        if standardize_dtype(variable.dtype) in CASTABLE and not getattr(variable, "overwrite_with_gradient", False):
-            variable.assign(ops.cast(ops.cast(value_of(variable), format_name), variable.dtype))
 
 
 def _master(variable: Any, add_variable: Callable[..., Any]) -> Any:

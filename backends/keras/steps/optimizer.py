@@ -11,13 +11,12 @@ from keras import ops
 from polyamp.backends.keras.backend import in_strategy, platform_of
 from polyamp.backends.keras.dtypes import is_sixteen_bit
 from polyamp.backends.keras.steps.gradients import all_finite, clip_factor, multiplied
-from polyamp.backends.keras.steps.masters import MasterWeights, round_values
+from polyamp.backends.keras.steps.masters import MasterWeights
 from polyamp.backends.keras.steps.scaler import LossScaler, skipped
 from polyamp.backends.keras.steps.settings import check_masters, check_optimizer, loss_scale_of
 from polyamp.backends.keras.steps.skipping import decision, update_if, update_scope
 from polyamp.backends.keras.steps.unscaled import UnscaledGradients
 from polyamp.backends.keras.unstable import built_on, index_in
-from polyamp.controls import imposed
 from polyamp.errors import InvalidValueError, UnsupportedError, UsageError, warn_once
 from polyamp.loss_scale import LossScale
 from polyamp.refusals import no_method
@@ -79,8 +78,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         norm = norm_limit(max_grad_norm, where="LossScaledOptimizer(max_grad_norm=)")
         check_optimizer(inner_optimizer, norm)
-        given = loss_scale_of(loss_scale, initial_scale, dynamic_growth_steps)
-        settings, update_format = imposed(given, rounds=not in_strategy())
+        settings = loss_scale_of(loss_scale, initial_scale, dynamic_growth_steps)
         factor = inner_optimizer.loss_scale_factor
         try:  # Keras removes the factor at the end, after its own checks
             super().__init__(inner_optimizer, settings.init, settings.interval, name=name, **unused)
@@ -96,7 +94,6 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         self.max_grad_norm = norm
         check_master_weights(master_weights)
         self.master_weights = master_weights
-        self._update_format = update_format
         self._unscaled = UnscaledGradients()
 
     def build(self, var_list: Sequence[Any]) -> None:
@@ -335,8 +332,6 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         trained = self._trained(variables)
         self._masters.follow(variables, trained)
         self.inner_optimizer.apply(list(grads), trained)
-        if self._update_format is not None:
-            round_values(trained, self._update_format)
         self._masters.round_into(variables, trained)
 
     def _trained(self, variables: Sequence[Any]) -> list[Any]:

@@ -54,13 +54,6 @@ class MasterWeights(tf.Module):
         return self._masters[self._index[key]]
 
 
-def round_values(variables: Sequence[tf.Variable], format_name: str) -> list[Any]:
-    """Round variables to a format, to nearest even, as if they were stored in it; see `polyamp.controls`."""
-    floating = [variable for variable in variables if variable.dtype.is_floating]
-    casts = [tf.cast(tf.cast(variable, tf.as_dtype(format_name)), variable.dtype) for variable in floating]
-    return [one.assign(value, read_value=False) for one, value in zip(floating, casts, strict=True)]
-
-
 def _new_master(variable: tf.Variable) -> tf.Variable:
     name = f"{variable.name.partition(':')[0]}_master"
     with tf.init_scope():  # outside any function that is being traced, as for the slots of optimizers

@@ -16,10 +16,9 @@ from polyamp.backends.tensorflow.steps.gradients import (
     unscaled,
 )
 from polyamp.backends.tensorflow.steps.marks import apply_gradients, decision, outside_update_scope, update_scope
-from polyamp.backends.tensorflow.steps.masters import MasterWeights, round_values
+from polyamp.backends.tensorflow.steps.masters import MasterWeights
 from polyamp.backends.tensorflow.steps.replicas import all_replicas, summed
 from polyamp.backends.tensorflow.steps.skipping import after, update_if
-from polyamp.controls import imposed
 from polyamp.errors import InvalidTypeError, UsageError
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.loss_scale_reports import report_limits, report_nonfinite_loss
@@ -70,7 +69,6 @@ class LossScaler(tf.Module):
     ) -> None:
         chosen = settings if isinstance(settings, LossScale) else make_policy(settings).loss_scale
         super().__init__(name=name)
-        chosen, self._update_format = imposed(chosen, rounds=not tf.distribute.has_strategy())
         self.settings = chosen.in_float32()
         self.compute = None if isinstance(settings, LossScale) else make_policy(settings).compute
         self._has_bad_loss = False
@@ -247,8 +245,6 @@ class LossScaler(tf.Module):
             pairs = [(as_dtype(grad, one.dtype), one) for grad, one in zip(grads, trained, strict=True)]
             done = apply_gradients(optimizer, pairs, options)
         with after([done]):
-            rounded = [] if self._update_format is None else round_values(trained, self._update_format)
-        with after([done, *rounded]):
             return tf.group(*MasterWeights.round_into(variables, trained))
 
     def _assign(self, state: LossScaleState) -> list[Any]:

@@ -31,11 +31,9 @@ from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.overflow import Overflow, describe, find, named, names_of
 from polyamp.backends.torch.steps.ranks import Overflowed, any_rank, check_process_group, has_peers
-from polyamp.backends.torch.steps.rounded_updates import can_round, round_updates
 from polyamp.backends.torch.steps.scaler import LossScaler, is_finite, non_finite
 from polyamp.backends.torch.steps.skipping import state_is_complete
 from polyamp.backends.torch.unstable import before_clipping, not_traced, note_step
-from polyamp.controls import imposed
 from polyamp.errors import InvalidValueError, UsageError, warn_once
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.policies import Policy
@@ -128,7 +126,6 @@ class GradScaler(torch.amp.GradScaler):
             return
         if policy is not None:
             loss_scale = _scale_of(policy, loss_scale)
-        loss_scale, self._update_format = imposed(loss_scale)
         if policy is not None and loss_scale is not None:
             enabled = enabled and loss_scale.check
         if loss_scale is not None:
@@ -220,8 +217,6 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._lead is not None:
             return self._own(optimizer, "scaler.step(optimizer)").step(*args, **kwargs)
-        if self._update_format is not None and can_round(optimizer):
-            round_updates(optimizer, self._update_format)
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         self._met.add(optimizer)

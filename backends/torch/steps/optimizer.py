@@ -19,13 +19,11 @@ from polyamp.backends.torch.steps.losses import LossScalers, Witness
 from polyamp.backends.torch.steps.masters import make_masters
 from polyamp.backends.torch.steps.overflow import Overflow
 from polyamp.backends.torch.steps.ranks import check_norm_group, check_process_group
-from polyamp.backends.torch.steps.rounded_updates import can_round, round_updates
 from polyamp.backends.torch.steps.skipping import Stepper
 from polyamp.backends.torch.steps.step import collect, declare, step, unscale
 from polyamp.backends.torch.steps.window import Window
 from polyamp.backends.torch.steps.wrapped import Groups, WrappedOptimizer
 from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced, watch_no_sync
-from polyamp.controls import imposed
 from polyamp.errors import InvalidValueError
 from polyamp.loss_scale import LossScale
 from polyamp.refusals import no_optimizer, wrapped_already
@@ -99,9 +97,7 @@ class LossScaledOptimizer(WrappedOptimizer):
         check_groups([param for group in optimizer.param_groups for param in group["params"]])
         named = refusals.named_tensors(named_parameters)
         super().__init__(optimizer)
-        settings, update_format = imposed(loss_scale or LossScale(), rounds=can_round(optimizer))
-        if update_format is not None:
-            round_updates(optimizer, update_format)
+        settings = loss_scale or LossScale()
         self.scalers: LossScalers = LossScalers(settings, compute)
         self.operators = FusedStep(optimizer, fused_step)
         self.stepper = Stepper(optimizer, fused_step if settings.check else False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -118,6 +119,7 @@ class Lookahead(torch.optim.Optimizer):
     def __init__(self, inner):
         self.inner, self.param_groups = inner, inner.param_groups
 """
+PICKLED = pickle.dumps(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1))
 REFUSED = {
     "autocast": ("with torch.autocast('cpu', dtype=torch.bfloat16):\n    pass", "mixed precision of its own"),
     "autocast by another name": ("from torch import amp as a\nwith a.autocast('cpu'):\n    pass", "of its own"),
@@ -139,6 +141,10 @@ REFUSED = {
     "create_graph": (OPTIMIZER + "layer(x).sum().backward(create_graph=True)", "create_graph"),
     "inputs": (OPTIMIZER + "y = layer(x)\ny.sum().backward(inputs=[y])", "not leaves"),
     "an optimizer in an optimizer": (LOOKAHEAD + OPTIMIZER + "opt = Lookahead(opt)", "steps another optimizer"),
+    "an unpickled optimizer": (
+        f"import pickle\nopt = pickle.loads({PICKLED!r})\nopt.step()",
+        "nothing can skip its steps",
+    ),
     "hook": (OPTIMIZER + "layer.weight.register_hook(lambda grad: grad.clamp(-1, 1))", "inside the backward pass"),
     "retained": (OPTIMIZER + "y = layer(x)\ny.retain_grad()", "inside the backward pass"),
     "distribution": (
@@ -244,6 +250,13 @@ def test_flags_of_gradients_that_were_cleared_do_not_skip(run: Run) -> None:
     assert found["report"]["health"][0]["skipped"] == 0
 
 
+def test_a_model_that_diverged_does_not_spoil_the_next_one(run: Run) -> None:
+    first = "old = torch.nn.Linear(2, 1)\nkept = torch.optim.SGD(old.parameters(), lr=0.1)\n"
+    first += "old.weight.grad = torch.full_like(old.weight, float('nan'))\nlayer ="
+    found = run(OVERFLOW.replace("layer =", first, 1).replace("(1e35, 1.0, 1.0)", "[0.25] * 3"), "mixed_float16")
+    assert found["seen"] == [False, False, False]
+
+
 def test_every_step_skipped_is_a_verdict(run: Run) -> None:
     with pytest.warns(PolyampWarning, match="not finite before scaling"):
         found = run(OVERFLOW.replace("(1e35, 1.0, 1.0)", "[float('inf')] * 3"), "mixed_float16")
@@ -258,7 +271,7 @@ def test_nothing_in_16_bits_is_a_verdict(run: Run) -> None:
     assert run(code, "float32")["report"]["verdicts"] == []
 
 
-def test_a_copied_and_an_unpickled_optimizer_step_like_others(run: Run) -> None:
+def test_a_copied_optimizer_steps_like_others(run: Run) -> None:
     copied = "import copy\nopt, layer = copy.deepcopy((opt, layer))\nbefore, seen"
     code = OVERFLOW.replace("before, seen", copied)
     assert run(code, "mixed_float16")["seen"] == [True, False, False]

@@ -17,11 +17,10 @@ a loss that is not finite skips the step, and a step on an unscaled loss is refu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -37,18 +36,23 @@ from polyamp.backends.torch.apex_casts import (
     register_half_function,
     register_promote_function,
 )
+from polyamp.backends.torch.apex_losses import (
+    Properties,
+    ShownScaler,
+    _amp_state,
+    load_state_dict,
+    master_params,
+    scale_loss,
+    state_dict,
+)
 from polyamp.backends.torch.attached import attach, wrapper_of
-from polyamp.backends.torch.autocast.weights import forget_casts
 from polyamp.backends.torch.casting import cast_tensor, cast_to
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.steps import refusals
-from polyamp.backends.torch.steps.losses import LossScalers, Scaling
-from polyamp.backends.torch.steps.optimizer import ALIVE, LossScaledOptimizer
-from polyamp.backends.torch.steps.ranks import any_rank
+from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.scaler import LossScaler
-from polyamp.errors import InvalidTypeError, InvalidValueError, StateError, UsageError, unreported, warn_deprecated
-from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
+from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError, unreported, warn_deprecated
+from polyamp.loss_scale import LossScale
 from polyamp.policies import policy
 from polyamp.run import current, found
 from polyamp.validation import shown
@@ -82,24 +86,6 @@ _INSTEAD = {
 
 
 # The options of `initialize`.
-
-
-@dataclass
-class Properties:
-    """The options in force, under Apex' names. Programs read them as ``_amp_state.opt_properties.master_weights``."""
-
-    enabled: bool = False
-    opt_level: str | None = None
-    cast_model_type: Any = None
-    patch_torch_functions: bool = False
-    keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | None = None
-    loss_scale: Any = 1.0
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """All of them, by name."""
-        return asdict(self)
 
 
 _LEVELS = {
@@ -166,92 +152,6 @@ def _read(name: str, value: Any) -> Any:
     raise InvalidValueError(
         "wrong value of an option", where=f"amp.initialize({name}=)", found=repr(value), allowed=_ALLOWED[name]
     )
-
-
-# The state of Apex in this process.
-
-
-class AmpState(ModuleType):
-    """What `initialize` decided, and the loss scales, which all its optimizers share.
-
-    Apex has a module and an object of the name ``_amp_state``. Here they are one.
-    """
-
-    opt_properties: Properties  # missing before the first call of `initialize`
-
-    def __init__(self) -> None:
-        super().__init__("apex.amp._amp_state")
-        self.handle: AmpHandle | None = None
-        self.allow_incoming_model_not_fp32 = False
-        self.verbosity = 1
-        self.loss_scalers: list[ShownScaler] = []
-        self.scalers = LossScalers(LossScale.like("apex"))
-        self._amp_state = self
-
-
-class ShownScaler:
-    """A loss scale under Apex' names.
-
-    >>> shown = ShownScaler(LossScalers(LossScale.like("apex")), 1)
-    >>> shown._loss_scale = 4.0
-    >>> shown.loss_scale(), shown._unskipped, shown.dynamic
-    (4.0, 0, True)
-    """
-
-    def __init__(self, scalers: LossScalers, loss_id: int) -> None:
-        self._scalers = scalers
-        self.key = loss_id or None  # the loss without an id in polyamp has number 0 here
-
-    @property
-    def scaler(self) -> LossScaler:
-        """Polyamp's loss scaler."""
-        return self._scalers[self.key]
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether the scale changes."""
-        return self.scaler.settings.dynamic
-
-    def loss_scale(self) -> float:
-        """Return the scale. Waits for the device if it is on one."""
-        return float(self.scaler.state.scale)
-
-    @property
-    def _loss_scale(self) -> float:
-        return self.loss_scale()
-
-    @_loss_scale.setter
-    def _loss_scale(self, scale: float) -> None:
-        if self.dynamic:
-            self.scaler.set(scale, where="loss_scaler._loss_scale = scale")
-            return
-        fixed = LossScaler(LossScale.fixed(scale), self.scaler.compute)
-        if self.key is None:
-            self._scalers.main = fixed
-        else:
-            self._scalers.others[self.key] = fixed
-
-    @property
-    def _unskipped(self) -> int:
-        return int(self.scaler.state.good_steps)
-
-    @_unskipped.setter
-    def _unskipped(self, steps: int) -> None:
-        self.scaler.resume(self.scaler.state._replace(good_steps=steps))
-
-
-def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the parameters that an optimizer trains: master weights in place of 16-bit parameters.
-
-    >>> [param.shape for param in master_params(torch.optim.SGD([torch.ones(2)], lr=0.1))]
-    [torch.Size([2])]
-    """
-    warn_deprecated("apex.amp.master_params(opt)", "opt.clip_grad_norm_(max_norm), or opt.param_groups")
-    for group in optimizer.param_groups:
-        yield from group["params"]
-
-
-_amp_state = AmpState()
 
 
 # `initialize`.
@@ -493,183 +393,3 @@ def disable_casts() -> Iterator[None]:
 def _around_step(wrapper: LossScaledOptimizer, closure: Any) -> AbstractContextManager[None]:
     """Make an optimizer's step as it is written. A closure, which calls the model, has the formats of O1."""
     return casts_off() if closure is None else nullcontext()
-
-
-# `scale_loss`.
-
-
-@contextmanager
-def scale_loss(
-    loss: Any,
-    optimizers: Any,
-    loss_id: int = 0,
-    model: Any = None,
-    delay_unscale: bool = False,
-    delay_overflow_check: bool = False,
-) -> Iterator[Any]:
-    """Multiply a loss by its scale, for the backward pass of the block, and unscale the gradients when the block ends.
-
-    Blocks before one step add up, also with other optimizers and losses. An overflow in any of them skips the step.
-
-    Args:
-        loss: floating-point tensor.
-        optimizers: an optimizer of `initialize`, or several.
-        loss_id: number of the loss, below ``num_losses``: each has its own scale.
-        model: not used.
-        delay_unscale: leave the gradients scaled: a later block, or the step, unscales them.
-        delay_overflow_check: print no line about an overflow in this block.
-
-    Raises:
-        UsageError: `initialize` was not called, or not with these optimizers; the backward pass was not that of the
-            scaled loss; or the gradients of the last step were not cleared.
-        InvalidValueError: there is no such loss.
-    """
-    warn_deprecated(
-        "with apex.amp.scale_loss(loss, opt) as scaled: scaled.backward()", "opt.backward(loss)", stacklevel=4
-    )
-    if not hasattr(_amp_state, "opt_properties"):
-        raise UsageError(
-            "a loss is scaled before anything was initialized",
-            where="amp.scale_loss",
-            fix="call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first",
-        )
-    if not _amp_state.opt_properties.enabled:
-        yield loss
-        return
-    wrapped, shown_scaler = _wrapped(optimizers), _scaler_of(loss_id)
-    lead = wrapped[0]
-    left = [(one, one.first_gradient()) for one in wrapped if one.is_consumed]
-    others = [
-        one for one in list(ALIVE) if one.scalers is lead.scalers and one not in wrapped and one.window.is_unscaled
-    ]
-    for one in wrapped:
-        one.window.last_flag = None
-    scaled = lead.scale(loss, shown_scaler.key)
-    scaling = lead.window.scaling
-    yield scaled
-    _check_cleared(left)
-    if not delay_unscale:
-        _unscale(wrapped, others, scaling)
-        _skip_together(wrapped, shown_scaler.scaler)
-        if not delay_overflow_check and _amp_state.verbosity > 0:
-            _report_overflow(wrapped, loss_id)
-    forget_casts()
-
-
-def _wrapped(optimizers: Any) -> list[LossScaledOptimizer]:
-    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
-    known = [one for one in map(wrapper_of, given) if one is not None]
-    if not known or len(known) < len(given):
-        raise UsageError(
-            "the optimizer did not go through amp.initialize",
-            where="amp.scale_loss(loss, optimizers)",
-            found=", ".join(map(shown, given)) or "no optimizer",
-            fix="model, optimizer = amp.initialize(model, optimizer, opt_level=...)",
-        )
-    return known
-
-
-def _scaler_of(loss_id: int) -> ShownScaler:
-    if not 0 <= loss_id < len(_amp_state.loss_scalers):
-        raise InvalidValueError(
-            "there is no loss of this number",
-            where="amp.scale_loss(loss_id=)",
-            found=loss_id,
-            allowed=f"0 to {len(_amp_state.loss_scalers) - 1}",
-            fix="pass num_losses= to amp.initialize",
-        )
-    return _amp_state.loss_scalers[loss_id]
-
-
-def _check_cleared(left: Sequence[tuple[LossScaledOptimizer, Any]]) -> None:
-    """Refuse gradients of the last step to which the block's were added; the block may have cleared them."""
-    for one, gradient in left:
-        now = one.first_gradient()
-        if now is not None and now[0]() is gradient[0]() and now[0]() is not None and one.window.scaling is not None:
-            raise refusals.not_cleared()
-
-
-def _unscale(
-    wrapped: Sequence[LossScaledOptimizer], others: Sequence[LossScaledOptimizer], scaling: Scaling | None
-) -> None:
-    """Unscale the gradients of the block, and restore those that other optimizers had, unscaled, before it."""
-    for one in wrapped:
-        if one.window.scaling is None and scaling is not None:  # zero_grad was called in the block
-            one.expect(scaling, own=True)
-    for one in (*wrapped, *others):
-        if not one.window.is_unscaled and (one.may_have_gradients or one.window.has_aside):
-            one.unscale_()
-
-
-def _skip_together(wrapped: Sequence[LossScaledOptimizer], scaler: LossScaler) -> None:
-    """Let all optimizers of a block skip if the block made one of them skip, as in Apex."""
-    flagged = [(one.window, flag) for one in wrapped if (flag := one.window.last_flag) is not None]
-    if len(flagged) > 1:
-        here = torch.stack([flag.to(flagged[0][1].device) for _, flag in flagged]).amax()
-        flag, _ = any_rank(here, wrapped[0].process_group)
-        for window, _ in flagged:
-            window.add_overflow(scaler, flag)
-
-
-def _report_overflow(wrapped: Iterable[LossScaledOptimizer], loss_id: int) -> None:
-    """Print Apex' line if a gradient of this loss was not finite. Waits for the device."""
-    scaler = _amp_state.loss_scalers[loss_id].scaler
-    flags = [flag for one in wrapped if (flag := one.window.flags.get(scaler)) is not None]
-    if scaler.settings.dynamic and any(map(bool, flags)):
-        smaller = advance(scaler.settings, on_host(scaler.state), False).scale
-        print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {smaller}")
-
-
-# Saving.
-
-
-def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the loss scales as ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
-
-    The state of an optimizer has them too, with everything else that it needs to resume bit for bit.
-    """
-    warn_deprecated(
-        "apex.amp.state_dict()", "opt.state_dict(), which has the loss scale, or polyamp.save_loss_scale(opt)"
-    )
-    destination = {} if destination is None else destination
-    for number, scaler in enumerate(_amp_state.loss_scalers):
-        destination[f"loss_scaler{number}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
-    return destination
-
-
-def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Resume the loss scales from a result of `state_dict`, also of Apex' own.
-
-    If there are more losses in the state than ``num_losses``, the others are left out, as in Apex.
-
-    Raises:
-        StateError: it is another kind of state, or a scale is outside the settings; nothing is changed.
-    """
-    warn_deprecated(
-        "apex.amp.load_state_dict(saved)", "opt.load_state_dict(saved), or polyamp.load_loss_scale(opt, saved)"
-    )
-    if not isinstance(state_dict, Mapping) or any("loss_scaler" not in str(key) for key in state_dict):
-        keys = ", ".join(map(repr, state_dict)) if isinstance(state_dict, Mapping) else shown(state_dict)
-        raise _no_state("this is not a state of apex.amp", keys, "loss_scaler0, ...")
-    if len(state_dict) != len(_amp_state.loss_scalers):
-        print(f"Warning: state_dict has {len(state_dict)} entries, and {len(_amp_state.loss_scalers)} losses are used")
-    pairs = list(zip(_amp_state.loss_scalers, state_dict.values(), strict=False))
-    states = [_loaded(scaler, saved) for scaler, saved in pairs]
-    for (scaler, saved), state in zip(pairs, states, strict=True):
-        if state is None:
-            scaler._loss_scale, scaler._unskipped = saved["loss_scale"], saved["unskipped"]
-        else:
-            scaler.scaler.resume(state)
-
-
-def _loaded(scaler: ShownScaler, saved: Any) -> LossScaleState | None:
-    """Return the saved state under the scaler's settings; None for a static scale, which may be any number."""
-    if not (isinstance(saved, Mapping) and {"loss_scale", "unskipped"} <= set(saved)):
-        raise _no_state("this is not a loss scale of apex.amp", shown(saved), "loss_scale and unskipped")
-    if not scaler.dynamic:
-        return None
-    return scaler.scaler.settings.from_state_dict({"loss_scaler0": dict(saved)})
-
-
-def _no_state(problem: str, found: str, allowed: str) -> StateError:
-    return StateError(problem, where="amp.load_state_dict(saved)", found=found, allowed=allowed)

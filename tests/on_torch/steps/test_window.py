@@ -296,3 +296,13 @@ def test_arguments_of_the_wrong_type_are_refused(options: dict[str, Any], said: 
     with pytest.raises(InvalidTypeError, match=said):
         polyamp.wrap_optimizer(plain, "mixed_float16", **options)
     assert polyamp.wrap_optimizer(plain, "mixed_float16").inner is plain
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("skip_on_device", "did you mean fused_step"), ("share", r"wrap_optimizer\(\[first, second\], policy\)")],
+)
+def test_an_option_under_another_name_is_told_what_to_write(option: str, said: str) -> None:
+    plain = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
+    with pytest.raises(polyamp.errors.UnsupportedError, match=said):
+        polyamp.wrap_optimizer(plain, "mixed_float16", **{option: True})

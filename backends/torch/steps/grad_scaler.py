@@ -104,7 +104,6 @@ class GradScaler(torch.amp.GradScaler):
     _growth_factor, _backoff_factor = _setting("growth"), _setting("backoff")
     _growth_interval = _setting("interval")
     _wrapped: Sequence[LossScaledOptimizer] = ()
-    _update_format: str | None = None
 
     def __init__(
         self,

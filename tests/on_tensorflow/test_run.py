@@ -92,6 +92,7 @@ def test_nothing_is_turned_on_without_a_policy() -> None:
         assert (session.holders, session.interfaces) == ([], [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 @pytest.mark.parametrize(
     ("optimizer", "mode", "clip"),

@@ -116,6 +116,7 @@ def test_a_step_whose_loss_was_scaled_is_not(form: str, change: Any) -> None:
     assert "clipped-scaled" not in codes(loop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [by_norm, by_value, by_hand])
 @pytest.mark.parametrize("form", ["scaler_step", "keras_step", "legacy_step", "called"])
 def test_clipping_what_is_scaled_is_said(form: str, change: Any) -> None:
@@ -125,6 +126,7 @@ def test_clipping_what_is_scaled_is_said(form: str, change: Any) -> None:
         polyamp.rewrite(loop.step, X, policy=F16, backend="tensorflow")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error::polyamp.PolyampWarning")
 def test_clipping_what_was_unscaled_is_not_mentioned() -> None:
     weight, scaler = tf.Variable(tf.ones((4, 2))), LossScaler(F16)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import polyamp
 from polyamp.diagnosis.calibrate import calibrate
+
+pytestmark = pytest.mark.slow
 
 
 def make() -> tuple[list[tf.Variable], list[tuple[tf.Tensor, tf.Tensor]]]:

@@ -23,6 +23,8 @@ from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observa
 from polyamp.diagnosis.spread import SAMPLE, Spread, stride
 from support.tensorflow_cases import EDGES, normal, train_step, variables_like
 
+pytestmark = pytest.mark.slow
+
 F16 = polyamp.policy("mixed_float16")
 X, W = normal(6, 8), normal(8, 8, seed=1)
 

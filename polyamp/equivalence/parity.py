@@ -233,6 +233,8 @@ class _Study:
 
     def report(self) -> Parity:
         """Return the report of all runs."""
+        if not self.question.metric:  # no run has ended with a metric
+            self.question = self._named("value")
         ways = tuple(map(self.compare, self.runs))
         float32 = tuple(self.float32) if self.given is None else ways[0].reference
         return Parity(self.name, self.question, float32, ways)
@@ -349,16 +351,13 @@ def _parts(made: Any) -> tuple[dict[str, float], Any]:
     metrics = {str(name): number for name, value in named.items() if (number := _number(value)) is not None}
     if named and len(metrics) == len(named):
         return metrics, holder
-    what, fix = "train returned no metric", 'with its name, as in {"accuracy": 0.97}'
-    if metrics:
-        what = f"train returned what is not a number: {', '.join(str(name) for name in named if name not in metrics)}"
-        fix = "and nothing else"
+    wrong = ", ".join(str(name) for name in named if str(name) not in metrics)
     raise InvalidTypeError(
-        what,
+        f"train returned what is not a number: {wrong}" if metrics else "train returned no metric",
         where="parity(train)",
         found=shown(found),
         allowed=_FORMS,
-        fix=f"return the metric on data that it did not train on, {fix}",
+        fix="return the metric on data that it did not train on, by its name, and nothing else",
     )
 
 

@@ -66,11 +66,13 @@ class Question:
 
     def as_json(self, runs: Sequence[Run]) -> list[dict[str, Any]]:
         """Return runs as JSON values; a metric that is not finite becomes None."""
-        named = [{name: finite(value) for name, value in run.metrics.items()} for run in runs]
-        values = [finite(run.value(self.metric)) for run in runs]
         return [
-            {**run._asdict(), "value": value, "metrics": metrics}
-            for run, value, metrics in zip(runs, values, named, strict=True)
+            {
+                **run._asdict(),
+                "value": finite(run.value(self.metric)),
+                "metrics": {name: finite(value) for name, value in run.metrics.items()},
+            }
+            for run in runs
         ]
 
 

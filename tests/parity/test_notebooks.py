@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 NOTEBOOKS = Path(__file__).parents[2] / "docs" / "notebooks"
+pytestmark = pytest.mark.slow
 
 
 def words(text: str) -> set[str]:

@@ -28,7 +28,10 @@ DAMAGED = {
     "scale too small": polyamp.policy("mixed_float16", loss_scale=LossScale.fixed(2.0**-10)),
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore::polyamp.PolyampWarning")  # what breaks here reports itself too
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::polyamp.PolyampWarning"),  # what breaks here reports itself too
+]
 
 
 class Norm(torch.nn.Module):

@@ -11,6 +11,7 @@ from polyamp import LossScale, policy
 from polyamp.demo import examples
 
 STEPS = 100
+pytestmark = pytest.mark.slow
 
 POLICIES = {
     "float32": policy("float32"),

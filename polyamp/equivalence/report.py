@@ -128,7 +128,7 @@ class Comparison:
 
     @property
     def more_seeds(self) -> int | None:
-        """How many seeds would tell, with a chance of 80 %; None if the verdict is clear, or no number would."""
+        """The number of seeds that would tell four times in five; None if the verdict is clear, or no number would."""
         if self.verdict != "not yet known" or self.reason or self.difference is None:
             return None
         return seeds_to_tell(self.difference, self.limit, self.seeds)

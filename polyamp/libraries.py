@@ -39,7 +39,7 @@ class Library(NamedTuple):
     keys: Mapping[str, str]  # the fields of our state that the library saves, and its keys for them
     loads: str  # what loads the result of `write`
     saved_options: tuple[str, ...] = ()  # the options that are saved with the state
-    finish: Callable[[Fields, Fields, Form], Form] = lambda settings, state, form: form  # what a table cannot say
+    finish: Callable[[Fields, Fields, Form], Form] = lambda settings, state, form: form  # what a table cannot state
 
 
 def _torch(settings: Fields, state: Fields, form: Form) -> Form:

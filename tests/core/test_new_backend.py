@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,22 +57,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("fault", FAULTS)
-def test_suite_goes_red_for_a_planted_fault(installed: Path, tmp_path: Path, fault: str) -> None:
-    right, wrong = FAULTS[fault]
-    for source in installed.iterdir():
-        (tmp_path / source.name).symlink_to(source)
-    broken = tmp_path / "polyamp_numpy.py"
-    text = (installed / broken.name).read_text()
-    assert text.count(right) == 1
-    broken.unlink()
-    broken.write_text(text.replace(right, wrong))
-    done = run(tmp_path, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", SUITE)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert " failed" in done.stdout
-
-
 IMPORTS = """
 from contextlib import nullcontext
 from polyamp.diagnosis.facts import Facts
@@ -97,20 +82,64 @@ WRONG_VERBS = {
 }
 
 
-@pytest.mark.once
-@pytest.mark.parametrize("verb", OPTIONAL)
-def test_suite_goes_red_for_a_wrong_optional_verb(installed: Path, tmp_path: Path, verb: str) -> None:
-    for source in installed.iterdir():
-        (tmp_path / source.name).symlink_to(source)
-    broken, last = tmp_path / "polyamp_numpy.py", "\nadapter = NumpyAdapter()\n"
-    text = (installed / broken.name).read_text()
+# Each suite runs in a fork of one process, which has imported pytest, NumPy and polyamp.
+SUITES = """
+import os, pathlib, sys
+import numpy, pytest, polyamp.testing
+for line in pathlib.Path("faults").read_text().splitlines():
+    folder, select = line.split("\t")
+    child = os.fork()
+    if not child:
+        os.chdir(folder)
+        sys.path.insert(0, folder)
+        output = os.open("output", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        chosen = ["-k", select] if select else []
+        code = pytest.main(["-q", "-x", "--tb=line", "-p", "no:cacheprovider", "test_conformance.py", *chosen])
+        sys.stdout.flush()
+        os._exit(code)
+    pathlib.Path(folder, "code").write_text(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])))
+"""
+
+
+def with_fault(text: str, fault: str) -> str:
+    right, wrong = FAULTS[fault]
+    assert text.count(right) == 1
+    return text.replace(right, wrong)
+
+
+def with_wrong_verb(text: str, verb: str) -> str:
+    last = "\nadapter = NumpyAdapter()\n"
     assert text.endswith(last)
-    broken.unlink()
-    wrong = f"NumpyAdapter.{verb} = {WRONG_VERBS[verb]}"
-    broken.write_text(f"{text.removesuffix(last)}{IMPORTS}\n{wrong}{last}")
-    done = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", SUITE, "-k", f"{verb} or verb")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert " failed" in done.stdout
+    return f"{text.removesuffix(last)}{IMPORTS}\nNumpyAdapter.{verb} = {WRONG_VERBS[verb]}{last}"
+
+
+@pytest.fixture(scope="module")
+def broken(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each fault and verb, in which the suite of a broken copy has run."""
+    top, text = tmp_path_factory.mktemp("broken"), (installed / "polyamp_numpy.py").read_text()
+    copies = {"nothing": (text, ""), **{fault: (with_fault(text, fault), "") for fault in FAULTS}}
+    copies |= {verb: (with_wrong_verb(text, verb), f"{verb} or verb") for verb in OPTIONAL}
+    for name, (broken_text, _) in copies.items():
+        shutil.copytree(installed, top / name)
+        (top / name / "polyamp_numpy.py").write_text(broken_text)
+    (top / "faults").write_text("\n".join(f"{top / name}\t{select}" for name, (_, select) in copies.items()))
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SUITES], cwd=top, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (top / "nothing" / "code").read_text() == "0", (top / "nothing" / "output").read_text()
+    return top
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", [*FAULTS, *OPTIONAL])
+def test_suite_goes_red_for_a_planted_fault_and_for_a_wrong_optional_verb(broken: Path, name: str) -> None:
+    said = (broken / name / "output").read_text()
+    assert (broken / name / "code").read_text() == "1", said
+    assert " failed" in said
 
 
 def test_new_backend_is_found_by_name(installed: Path) -> None:

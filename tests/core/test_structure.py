@@ -10,13 +10,15 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 IMPORT_LINTER = ("lint-imports", "--no-cache")
-RUFF = ("ruff", "check", "--no-cache", "--select=TID", "--output-format=concise")
+RUFF = ("ruff", "check", "--no-cache", "--select=TID,D205,D400,D401,D404", "--output-format=concise")
 pytestmark = pytest.mark.once
 
 
@@ -27,71 +29,64 @@ def lint(command: tuple[str, ...], tree: Path) -> tuple[bool, str]:
     return done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The sources and their settings, to be broken."""
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for folder in ("polyamp", "backends"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path
+    folder = tmp_path_factory.mktemp("tree")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    for name in ("polyamp", "backends"):
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
 
 
-def plant(tree: Path, file: str, code: str) -> None:
-    with (tree / file).open("a") as source:
-        source.write(f"\n\n{code}\n")
+@contextmanager
+def planted(tree: Path, *plants: tuple[str, str]) -> Iterator[None]:
+    """Add code to the ends of files for a while."""
+    sources = {file: (tree / file).read_text() for file, _ in plants}
+    for file, code in plants:
+        with (tree / file).open("a") as source:
+            source.write(f"\n\n{code}\n")
+    yield
+    for file, source in sources.items():
+        (tree / file).write_text(source)
 
 
-@pytest.mark.parametrize(
-    ("file", "code", "chain"),
-    [
-        ("polyamp/formats.py", "import torch", "polyamp.formats -> torch"),
-        ("polyamp/verbs.py", "def late():\n    import jax", "polyamp.verbs -> jax"),
-        ("polyamp/policies.py", "import polyamp.backends.jax", "polyamp.policies -> polyamp.backends.jax"),
-        ("backends/keras/casting.py", "import polyamp.backends.jax", "polyamp.backends.keras -> polyamp.backends.jax"),
-        ("backends/torch/casting.py", "import tensorflow", "polyamp.backends.torch -> tensorflow"),
-        ("backends/jax/steps/skipping.py", "import torch", "polyamp.backends.jax -> torch"),
-        ("backends/tensorflow/casting.py", "import keras", "polyamp.backends.tensorflow -> keras"),
-    ],
-)
-def test_import_linter_sees_a_planted_import(tree: Path, file: str, code: str, chain: str) -> None:
-    plant(tree, file, code)
-    passes, said = lint(IMPORT_LINTER, tree)
-    importer, imported = chain.split(" -> ")
+def test_import_linter_sees_planted_imports(tree: Path) -> None:
+    plants = {
+        ("polyamp/formats.py", "import torch"): "polyamp.formats -> torch",
+        ("polyamp/verbs.py", "def late():\n    import jax"): "polyamp.verbs -> jax",
+        ("polyamp/policies.py", "import polyamp.backends.jax"): "polyamp.policies -> polyamp.backends.jax",
+        (
+            "backends/keras/casting.py",
+            "import polyamp.backends.jax",
+        ): "polyamp.backends.keras.casting -> polyamp.backends.jax",
+        ("backends/torch/casting.py", "import tensorflow"): "polyamp.backends.torch.casting -> tensorflow",
+        ("backends/jax/steps/skipping.py", "import torch"): "polyamp.backends.jax.steps.skipping -> torch",
+        ("backends/tensorflow/casting.py", "import keras"): "polyamp.backends.tensorflow.casting -> keras",
+    }
+    with planted(tree, *plants):
+        passes, said = lint(IMPORT_LINTER, tree)
     assert not passes
-    assert f"{importer} is not allowed to import {imported}" in " ".join(said.split())
+    assert [chain for chain in plants.values() if f"{chain} (l." not in said] == [], said
 
 
-@pytest.mark.parametrize(
-    ("file", "code", "rule"),
-    [
-        ("polyamp/formats.py", "import torch", "TID253"),
-        ("polyamp/loss_scale.py", "from jax import numpy", "TID253"),
-        ("backends/torch/casting.py", "import backends.jax", "TID251"),
-        ("polyamp/rules.py", "def late():\n    from backends import keras", "TID251"),
-    ],
-)
-def test_ruff_sees_a_planted_import(tree: Path, file: str, code: str, rule: str) -> None:
-    plant(tree, file, code)
-    passes, said = lint(RUFF, tree)
+def test_ruff_sees_planted_imports_and_docstrings(tree: Path) -> None:
+    function = 'def {}() -> None:\n    """{}"""'
+    plants = {
+        ("polyamp/formats.py", "import torch"): "TID253",
+        ("polyamp/loss_scale.py", "from jax import numpy"): "TID253",
+        ("backends/torch/casting.py", "import backends.jax"): "TID251",
+        ("polyamp/rules.py", "def late():\n    from backends import keras"): "TID251",
+        ("polyamp/plan.py", function.format("late", "Returns it.")): "D401",
+        ("backends/torch/casting.py", function.format("late", "Return it")): "D400",
+        ("backends/jax/steps/gradients.py", function.format("late", "This returns it.")): "D404",
+        ("polyamp/verbs.py", function.format("late", "Return it,\n    and more.")): "D205",
+    }
+    with planted(tree, *plants):
+        passes, said = lint(RUFF, tree)
     assert not passes
-    assert rule in said
-
-
-@pytest.mark.parametrize(
-    ("docstring", "rule"),
-    [
-        ("Returns it.", "D401"),
-        ("Return it", "D400"),
-        ("This returns it.", "D404"),
-        ("Return it,\n    and more.", "D205"),
-    ],
-)
-@pytest.mark.parametrize("file", ["polyamp/formats.py", "backends/torch/casting.py", "backends/jax/steps/gradients.py"])
-def test_ruff_sees_a_planted_docstring(tree: Path, file: str, docstring: str, rule: str) -> None:
-    plant(tree, file, f'def late() -> None:\n    """{docstring}"""')
-    passes, said = lint(("ruff", "check", "--no-cache", f"--select={rule}", "--output-format=concise"), tree)
-    assert not passes
-    assert rule in said
+    found = {(line.partition(":")[0], line.split()[1]) for line in said.splitlines() if line.count(":") >= 3}
+    assert {(file, rule) for (file, _), rule in plants.items()} <= found, said
 
 
 CIRCLES = """
@@ -119,18 +114,12 @@ def test_imports_have_no_circle() -> None:
     assert in_circles(ROOT) == set()
 
 
-@pytest.mark.parametrize(
-    ("file", "code", "modules"),
-    [
-        ("polyamp/formats.py", "def late():\n    import polyamp.loss_scale", {"formats", "loss_scale"}),
-        ("polyamp/rules.py", "if TYPE_CHECKING:\n    from polyamp.policies import Policy", {"rules", "policies"}),
-        (
-            "backends/torch/casting.py",
-            "from polyamp.backends.torch.adapter import adapter",
-            {"backends.torch.casting", "backends.torch.adapter"},
-        ),
-    ],
-)
-def test_a_planted_circle_is_seen(tree: Path, file: str, code: str, modules: set[str]) -> None:
-    plant(tree, file, code)
-    assert in_circles(tree) >= {f"polyamp.{module}" for module in modules}
+def test_planted_circles_are_seen(tree: Path) -> None:
+    circles = [
+        ("polyamp/formats.py", "def late():\n    import polyamp.loss_scale"),
+        ("polyamp/rules.py", "if TYPE_CHECKING:\n    from polyamp.policies import Policy"),
+        ("backends/torch/casting.py", "from polyamp.backends.torch.adapter import adapter"),
+    ]
+    modules = ("formats", "loss_scale", "rules", "policies", "backends.torch.casting", "backends.torch.adapter")
+    with planted(tree, *circles):
+        assert in_circles(tree) >= {f"polyamp.{module}" for module in modules}

@@ -10,6 +10,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,7 +52,12 @@ def findings_in(file: Path) -> list[Finding]:
     source = file.read_text()
     if file.suffix != ".py":
         return list(_matches(file, _prose(source), AVOIDED))
-    return [*_matches(file, _texts(source), AVOIDED | SAYING), *_fragments(file, source)]
+    nodes = list(ast.walk(ast.parse(source)))
+    avoided = AVOIDED | SAYING
+    texts = _strings(nodes)
+    if any(re.search(pattern, source, re.IGNORECASE) for pattern in avoided):  # to tokenize a file is slow
+        texts = chain(texts, _comments(source))
+    return [*_matches(file, texts, avoided), *_fragments(file, nodes)]
 
 
 def _matches(file: Path, texts: Iterator[tuple[int, str]], avoided: dict[str, str]) -> Iterator[Finding]:
@@ -61,11 +67,13 @@ def _matches(file: Path, texts: Iterator[tuple[int, str]], avoided: dict[str, st
                 yield Finding(file, line + text.count("\n", 0, match.start()), match[0], instead)
 
 
-def _texts(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the strings and comments of Python code, each with its line."""
-    for node in ast.walk(ast.parse(source)):
+def _strings(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.lineno, _without_code(node.value)
+
+
+def _comments(source: str) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
@@ -82,8 +90,8 @@ def _without_code(text: str) -> str:
     return re.sub(r"^[ ]*(?:>>>|\.\.\.).*$", "", text, flags=re.M)
 
 
-def _fragments(file: Path, source: str) -> Iterator[Finding]:
-    for node in ast.walk(ast.parse(source)):
+def _fragments(file: Path, nodes: list[ast.AST]) -> Iterator[Finding]:
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node) or ""
             match = FRAGMENT.match(text) or (None if _is_property(node) else NOUN.match(text))

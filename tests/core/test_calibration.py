@@ -133,12 +133,6 @@ def test_a_parameters_gradient_is_of_the_operation_at_its_path() -> None:
     assert rules(without_a_scale(probed(*LAYERS, *gradients(-40, -40), large))).keys() == {"layer/2/matmul"}
 
 
-def test_gradients_of_no_known_operation_are_left_to_others() -> None:
-    nowhere = seen("", "table", 2.0**8, kind=PARAMETER)
-    found = rules(without_a_scale(probed(*LAYERS, *gradients(-40, -40), nowhere)))
-    assert found.keys() == {"layer/0/matmul", "layer/1/matmul"}
-
-
 @given(st.lists(st.integers(-60, 12), min_size=5, max_size=5))
 def test_without_those_gradients_a_scale_serves(powers: list[int]) -> None:
     probe = Probe(recording(*LAYERS, *gradients(*powers)), "float16")
@@ -211,11 +205,6 @@ def test_it_is_json(tmp_path: object) -> None:
     assert saved["rules"] == CALIBRATION.rules == {"b/matmul": "full"}
     assert saved["evidence"][0]["batches"] == 3
     assert (saved["before"]["safe"], saved["after"]["safe"]) == (False, True)
-
-
-def test_nothing_to_add_says_so() -> None:
-    clean = probed(seen("b", "matmul", 1.0), *gradients(-10))
-    assert "2 batches, 0 rules to add" in str(Calibration(policy("mixed_float16"), (), 2, clean, clean))
 
 
 @pytest.mark.parametrize("options", [{"share": -0.1}, {"share": 2}, {"margin": -1}, {"margin": "a"}, {"share": True}])

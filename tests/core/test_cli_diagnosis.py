@@ -12,9 +12,8 @@ from rich.console import Console
 
 from polyamp import Plan, cli
 from polyamp.commands.show import show_rich
-from polyamp.commands.target import load, step_of, training_of
+from polyamp.commands.target import load, step_of
 from polyamp.diagnosis.lint import Finding, Findings
-from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.plan import PlannedOperation
 
 TARGETS = """
@@ -124,10 +123,6 @@ def test_an_import_that_fails_inside_of_the_module_goes_through(folder: Path) ->
         load("broken:anything")
 
 
-def test_names_may_be_dotted(folder: Path) -> None:
-    assert load("targets:nested.inner")() == 0.5
-
-
 @pytest.mark.parametrize(
     ("name", "step", "args"),
     [("loss", "loss", ()), ("with_arguments", "step", (1, 2)), ("loss_and_aux", "loss_and_aux", ())],
@@ -144,13 +139,6 @@ def test_a_verb_gets_the_options_that_it_knows(folder: Path) -> None:
     target = step_of("targets:in_mapping")
     assert target.call(verb) == ((1, 2), "mixed_bfloat16", {"flag": True})
     assert target.call(verb, policy="mixed_float16")[1] == "mixed_float16"
-
-
-@pytest.mark.parametrize(("load_it", "error"), [(step_of, InvalidTypeError), (training_of, InvalidValueError)])
-def test_the_two_ways_to_load_refuse_each_others_forms(folder: Path, load_it: Any, error: type[Exception]) -> None:
-    name = "needs_batch" if load_it is step_of else "unknown_key"
-    with pytest.raises(error):
-        load_it(f"targets:{name}")
 
 
 PLANNED = [PlannedOperation("matmul", "dot", f"model[{i}]", "lower", "float16", f"rule {i}") for i in range(30)]

@@ -319,14 +319,3 @@ def test_reasons_name_what_decided(name: str, inputs: list[Value], reason: str) 
 )
 def test_a_rule_is_the_reason_where_it_decided(op_class: str, outcome: Flow) -> None:
     assert flow("softmax", decide([Rule("soft*", op_class)], "softmax"), [WEAK], "float16") == outcome
-
-
-def test_makers_are_handed_on() -> None:
-    assert by_table("concat", LOW, LOW).output == LOW
-    assert by_table("reshape", by_table("add", LOW, STRONG).output).output == STRONG
-    assert by_table("add", LOW, UNFIT).output == Value("strong", "a constant")
-    assert by_table("cast", OTHER).output == Value("strong", "float64")
-
-
-def test_a_value_of_another_type_is_known_by_its_state() -> None:
-    assert by_table("matmul", Value("other")).format == AS_WRITTEN

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
 from polyamp.formats import FORMATS
 from polyamp.operations import CLASSES, OPERATIONS
-from polyamp.rules import TABLE, Decision, Rule, decide, unused
+from polyamp.rules import TABLE, Rule, decide, unused
 from support.flow_cases import (
     COMPUTE,
     LOW,
@@ -165,10 +165,6 @@ def test_of_what_follows_only_what_leaves_the_range_is_full_in_narrow_formats(co
         assert outcomes[name] == Flow("float32", Value("strong", name), f"{name} leaves the range of {compute}")
 
 
-def test_no_range_is_known_of_what_is_not_in_the_table() -> None:
-    assert flow("my_kernel", Decision("follow", TABLE), [LOW], "float16").format == "float16"
-
-
 @pytest.mark.parametrize("compute", COMPUTE)
 @pytest.mark.parametrize("inputs", [(), (WEAK,), (LOW,), (STRONG,), (LOW, STRONG)], ids=str)
 def test_squares_are_full_in_either_format(inputs: Mix, compute: str) -> None:
@@ -193,11 +189,6 @@ def test_a_rule_comes_before_the_table_and_the_range(name: str) -> None:
             continue
         assert (ruled.format, ruled.output.state) == (model.format, model.output.state), (op_class, inputs)
         assert ruled.reason == model.reason.replace("'anything'", repr(name)), (op_class, inputs)
-
-
-def test_a_rule_for_a_place_comes_before_the_range_too() -> None:
-    ruled = flow("integer_pow", decide([Rule("head", "follow")], "integer_pow", "model/head"), [LOW], "float16")
-    assert ruled == Flow("float16", LOW, "next to matmul")
 
 
 @pytest.mark.parametrize("op_class", ["lower", "neutral", "promote", "follow"])

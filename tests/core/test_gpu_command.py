@@ -12,7 +12,7 @@ from pathlib import Path
 
 import keeping
 import pytest
-from gpu import NAMES, PARTS, SETS, chosen
+from gpu import PARTS, SETS
 from parts import Part, Runner, allowance, registered
 
 import polyamp
@@ -69,45 +69,10 @@ def test_a_part_that_hangs_is_killed_with_all_it_started_and_the_others_run(
     assert parts["after"]["code"] == 0
 
 
-def test_a_part_is_interrupted_before_it_is_killed(
-    runner: Callable[..., Runner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("parts.LEAST", 0)
-    waits = "import time\ntry: time.sleep(600)\nexcept KeyboardInterrupt: print('3 of 7 passed')"
-    (outcome,) = runner(3).run([part("waits", waits)])
-    assert (outcome.status, outcome.code) == ("stopped", 0)
-    assert outcome.tail == "3 of 7 passed\n"
-
-
 def test_what_there_is_no_time_for_is_left_out_and_said_to_be(tmp_path: Path, runner: Callable[..., Runner]) -> None:
     outcomes = runner(10.5).run([part("slow", "import time; time.sleep(1)"), part("late", "print('never')")])
     assert [one.status for one in outcomes] == ["passed", "left out"]
     assert told(tmp_path)["late"]["tail"] == ""
-
-
-def test_a_failure_is_told_with_the_end_of_what_it_said(tmp_path: Path, runner: Callable[..., Runner]) -> None:
-    code = "print('x' * 300_000, flush=True); raise SystemExit('no kernel image')"
-    runner(None).run([part("fails", code), part("passes", "")])
-    parts = told(tmp_path)
-    assert (parts["fails"]["status"], parts["fails"]["code"], parts["passes"]["status"]) == ("failed", 1, "passed")
-    assert str(parts["fails"]["tail"]).endswith("no kernel image\n")
-    assert len(str(parts["fails"]["tail"])) < 10_000
-    assert (tmp_path / "results" / "gpu.log").stat().st_size < 250_000
-
-
-def test_a_part_that_runs_is_kept_as_running(tmp_path: Path, runner: Callable[..., Runner]) -> None:
-    """What is found where the whole command was killed."""
-    look = (
-        f"import json; print([p['status'] for p in json.load(open({str(tmp_path / 'results/gpu.json')!r}))['parts']])"
-    )
-    runner(None).run([part("first", ""), part("second", look)])
-    assert told(tmp_path)["second"]["tail"] == "['passed', 'running']\n"
-
-
-def test_parts_that_end_by_themselves_are_told_when(runner: Callable[..., Runner]) -> None:
-    says = part("says", "import sys; print(sys.argv[1:])", within=True)
-    (outcome,) = runner(100).run([says])
-    assert outcome.tail in ("['--within', '85']\n", "['--within', '84']\n")
 
 
 def test_shares_are_of_what_is_left() -> None:
@@ -124,14 +89,6 @@ def test_a_set_leaves_few_files(name: str) -> None:
     kept = {file for one in PARTS if one.set == name for file in one.keeps}
     assert len(kept | COMES_ALONG) <= MOST_FILES
     assert all("/" not in file for file in kept)
-
-
-def test_parts_are_chosen_by_name_or_set_in_their_order() -> None:
-    assert len(set(NAMES)) == len(NAMES)
-    assert not set(NAMES) & {*SETS, "all"}
-    assert [one.name for one in chosen(["jax", "build"])] == ["build", "jax"]
-    assert [one.name for one in chosen(["first"])][:3] == ["build", "kernels", "step"]
-    assert chosen(["all"]) == PARTS
 
 
 def test_every_part_is_a_program_that_there_is() -> None:
@@ -179,40 +136,3 @@ def test_rows_of_other_cases_stay_and_those_of_other_versions_go(
     assert kept_after("1", row("b", 3)) == [row("a", 1), row("b", 3)]
     assert kept_after("2", row("c", 4)) == [row("c", 4)]
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["steps.json"]
-
-
-def test_a_case_that_was_left_out_is_measured_in_a_later_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "RESULTS", tmp_path)
-    keeping.Keeper("steps", {}, key=["case", "variant"]).leave_out({"case": "a"}, "no time")  # of any variant
-    later = keeping.Keeper("steps", {}, key=["case", "variant"])
-    later.leave_out({"case": "b", "variant": "x"}, "no time")
-    later.add([{"case": "a", "variant": "x"}])
-    assert later.left_out == [{"case": "b", "variant": "x", "reason": "no time"}]
-
-
-SMI = """#!/bin/sh
-{0}
-"""
-
-
-@pytest.mark.parametrize(
-    ("says", "found"),
-    [
-        ("echo 'NVIDIA X100, 580.1'; echo 'NVIDIA X100, 580.1'", {"gpu": "NVIDIA X100", "driver": "580.1"}),
-        ("exit 9", {"gpu": "X200", "driver": "NVRM version: 590"}),
-        ("", {"gpu": "X200", "driver": "NVRM version: 590"}),
-    ],
-)
-def test_the_gpu_is_named_by_the_tool_or_by_the_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str, found: dict[str, str]
-) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(SMI.format(says))
-    tool.chmod(0o755)
-    information = tmp_path / "gpus" / "0000:01:00.0" / "information"
-    information.parent.mkdir(parents=True)
-    information.write_text("Model: \t\t X200\nIRQ: 7\n")
-    (tmp_path / "version").write_text("NVRM version: 590\nGCC version: 13\n")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(keeping, "DRIVER", tmp_path)
-    assert keeping._gpu() == found

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from polyamp.flow import Flow, Value, constant, flow, normalizes, specific, statistic
+from polyamp.flow import Flow, Value, constant, flow
 from polyamp.rules import Rule, decide
 from support.flow_cases import COMPUTE, INPUT, LOW, STRONG, WEAK, by_table
 
@@ -198,38 +198,12 @@ def test_rules_reach_the_operations_of_a_norm() -> None:
     assert flow("sub", ruled, [LOW, mean], "float16").output == Value("strong", "sub")
 
 
-def test_gradients_of_a_norm_s_data_and_statistics_are_summed_inside_it() -> None:
-    total, begun = Value("strong", "sum", role="sum"), Value("low", "matmul", role="normalized")
-    assert statistic("neg", [total]) == statistic("tile", [total]) == "sum"
-    assert normalizes("add", [begun, total, begun], gradient=True)
-    assert not normalizes("add", [begun, total, begun])
-    assert not normalizes("mul", [begun, total, begun], gradient=True)
-
-
-def test_roles_are_of_statistics_alone() -> None:
-    mean = Value("strong", "mean", role="statistic")
-    root = Value("strong", "sqrt", role="root")
-    assert statistic("sum", [STRONG]) == "sum"
-    assert statistic("add", [mean, STRONG]) == statistic("mul", [root, LOW]) == statistic("exp", [mean]) == ""
-    assert statistic("reciprocal", [root]) == statistic("div", [WEAK, root]) == "reciprocal root"
-    assert statistic("div", [root, WEAK]) == statistic("maximum", [root, WEAK]) == "root"
-    assert statistic("rsqrt", [STRONG]) == ""
-    assert not normalizes("div", [mean, LOW])
-    assert not normalizes("sub", [STRONG, mean])
-
-
 # --- what full work reads unrounded -----------------------------------------------------------------------------------
 
 EPS = constant([1e-12], "float16")
 SIGMOID = by_table("sigmoid", LOW).output
 LESS = by_table("sub", WEAK, SIGMOID).output
 ABS = by_table("abs", LOW).output
-
-
-def test_roles_of_what_is_computed_again() -> None:
-    assert (SIGMOID.role, LESS.role, ABS.role) == ("saturated", "saturated", "pointwise")
-    assert by_table("add", LOW, LOW).output.role == by_table("mul", LOW, SIGMOID).output.role == ""
-    assert by_table("matmul", SIGMOID).output.role == by_table("dropout", SIGMOID).output.role == ""
 
 
 @pytest.mark.parametrize(
@@ -259,10 +233,3 @@ def test_a_constant_next_to_1_is_not_1(operation: str, compute: str) -> None:
     outcome = by_table(operation, LOW, constant([1 - 1e-7], compute), compute=compute)
     assert (outcome.format, outcome.reason) == ("float32", f"constant 0.9999999 is 1 in {compute}")
     assert by_table(operation, LOW, constant([1.0], compute), compute=compute).format == compute
-
-
-def test_operands_say_what_an_operation_is() -> None:
-    assert specific("mul", of_itself=True) == "square"
-    assert specific("div", over=True) == "reciprocal"
-    assert specific("mul", over=True) == "mul"
-    assert specific("div", of_itself=True) == "div"

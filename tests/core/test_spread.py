@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyamp.diagnosis.spread import FIELDS, SAMPLE, Spread, stride
+from polyamp.diagnosis.spread import SAMPLE, Spread, stride
 from polyamp.errors import InvalidValueError
 
 # Magnitudes over float32's range, but for half of float16's smallest subnormal, which `flushed` counts as kept.
@@ -88,15 +88,6 @@ def test_what_is_not_finite_is_counted_and_has_no_headroom(values: list[float], 
     assert spread.largest_scale("float16") == 0
 
 
-def test_fields_of_a_device_become_exponents() -> None:
-    counts, mass = [0.0] * FIELDS, [0.0] * FIELDS
-    counts[0], counts[127], counts[255] = 3, 5, 2
-    mass[127] = 6.5
-    spread = Spread.of_fields(10, 10, 2, 1, 1, math.inf, counts, mass)
-    assert (spread.counts[0], spread.counts[127], sum(spread.counts)) == (1, 5, 6)  # a subnormal beside two zeros
-    assert (spread.largest, spread.mass[127]) == (0.0, 6.5)
-
-
 def test_a_histogram_of_another_length_is_refused() -> None:
     with pytest.raises(InvalidValueError, match="3 counts and 3 masses"):
         Spread(3, 3, 0, 0, 0, 1.0, (1, 1, 1), (1.0, 1.0, 1.0))
@@ -108,9 +99,3 @@ def test_a_sample_is_bounded_and_its_step_is_odd(elements: int) -> None:
     assert step % 2 == 1
     assert math.ceil(elements / step) <= SAMPLE
     assert step <= elements / SAMPLE + 2
-
-
-def test_the_picture_has_a_place_for_every_exponent() -> None:
-    picture = Spread.of([2.0**-60, 2.0**-8, 2.0**60]).picture(-40, 8)
-    assert len(picture) == 49
-    assert [place for place, shade in enumerate(picture) if shade != " "] == [0, 32, 48]

@@ -15,7 +15,7 @@ import tensorflow as tf
 import torch
 
 import polyamp
-from polyamp import LossScale, LossScaleState
+from polyamp import LossScale
 from polyamp.diagnosis.diagnose import Verdict
 from polyamp.diagnosis.health import Health, health
 from polyamp.diagnosis.watch import watch
@@ -53,25 +53,6 @@ def test_health_is_the_same_everywhere(name: str) -> None:
     found = health(session.holder)
     assert (found, str(found)) == (expected, str(expected))
     assert [type(value) for value in found.counters] == [type(value) for value in expected.counters]
-
-
-@frameworks
-def test_a_state_that_was_saved_without_counters_loads_with_zeros(name: str) -> None:
-    session = start(name, loss_scale=CONFIG)
-    drive(session, TRACE)
-    saved = polyamp.save_loss_scale(session.holder)
-    session.load_loss_scale({key: value for key, value in saved.items() if key not in LossScaleState._field_defaults})
-    assert health(session.holder).counters == LossScaleState(*health(session.holder).counters[:5])
-    assert health(session.holder).skipped == TRACE.count("!")
-
-
-@frameworks
-@pytest.mark.parametrize("scale", [1024, 0.25])
-def test_a_number_is_a_scale_that_never_moves(name: str, scale: float) -> None:
-    session = start(name, loss_scale=scale)
-    drive(session, "!!..")
-    assert health(session.holder).settings == LossScale.fixed(scale)
-    assert (health(session.holder).scale, health(session.holder).skipped) == (scale, 2)
 
 
 @frameworks
@@ -202,14 +183,6 @@ def test_a_verdict_is_a_warning_where_nobody_is_to_have_it(kind: str) -> None:
         watched(BAD)
     with pytest.warns(polyamp.PolyampWarning, match=r"(?s)skipped in a row.*loss scale 2\^9.*verdict: "):
         watched(BAD)
-
-
-def test_a_watched_function_is_still_that_function() -> None:
-    def train(x: Any) -> None:
-        """Trains."""
-
-    watched = watch(train, object())
-    assert (watched.__name__, watched.__doc__, watched.__wrapped__) == ("train", "Trains.", train)
 
 
 def test_a_step_without_a_loss_scale_says_what_to_give() -> None:

@@ -174,35 +174,6 @@ def test_common_operations_have_one_name(name: str) -> None:
     assert [names[native] for names, native in zip(NATIVES.values(), SAME[name], strict=False)] == [name] * 3
 
 
-@pytest.mark.parametrize(
-    ("torch_module", "keras_layer"),
-    [
-        ("Linear", "Dense"),
-        ("Conv2d", "Conv2D"),
-        ("ConvTranspose2d", "Conv2DTranspose"),
-        ("BatchNorm2d", "BatchNormalization"),
-        ("LayerNorm", "LayerNormalization"),
-        ("GroupNorm", "GroupNormalization"),
-        ("RMSNorm", "RMSNormalization"),
-        ("Embedding", "Embedding"),
-        ("MultiheadAttention", "MultiHeadAttention"),
-        ("LSTM", "LSTM"),
-        ("GRU", "GRU"),
-        ("RNN", "SimpleRNN"),
-        ("Softmax", "Softmax"),
-        ("PReLU", "PReLU"),
-        ("Dropout", "Dropout"),
-        ("Flatten", "Flatten"),
-        ("MaxPool2d", "MaxPooling2D"),
-        ("AvgPool2d", "AveragePooling2D"),
-        ("Upsample", "UpSampling2D"),
-        ("ZeroPad2d", "ZeroPadding2D"),
-    ],
-)
-def test_layers_have_one_name(torch_module: str, keras_layer: str) -> None:
-    assert MODULES[torch_module] == keras_names[keras_layer]
-
-
 # --- lists of the sources ---------------------------------------------------------------------------------------------
 
 CUDA_LISTS = {

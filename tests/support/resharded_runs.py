@@ -42,8 +42,7 @@ class Case(NamedTuple):
 CASES = [
     Case("adamw_fused", torch.float16),
     Case("adam", torch.bfloat16, flat=True),
-    Case("momentum", torch.float32, flat=True),
-    Case("sgd", torch.float16),
+    Case("momentum", torch.float32),
 ]
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import math
 import pickle
 import warnings
-import weakref
 from types import MethodType
 from typing import Any
 
@@ -42,8 +40,8 @@ def train(model: torch.nn.Linear, opt: Any, wrapper: LossScaledOptimizer, steps:
         opt.step()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["sgd_foreach", "adam", "adamw_fused", "third_party"])
 def test_it_trains_as_the_wrapped_optimizer_does(name: str, dtype: torch.dtype) -> None:
     one, two = model_of(dtype), model_of(dtype)
     wrapped = polyamp.wrap_optimizer(OPTIMIZERS[name](one.parameters()), "mixed_float16", loss_scale=SCALE)
@@ -105,8 +103,9 @@ def test_schedulers_work_and_warn_only_about_a_wrong_order(before: bool, skipped
         schedule(steps=False)
 
 
-@pytest.mark.parametrize("how", ["pickle", "deepcopy", "torch.save"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("how", "dtype"), [("pickle", torch.float32), ("deepcopy", torch.float16), ("torch.save", torch.float16)]
+)
 def test_copies_are_attached_and_train_alike(how: str, dtype: torch.dtype) -> None:
     model = model_of(dtype)
     opt = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -129,20 +128,6 @@ def test_copies_are_attached_and_train_alike(how: str, dtype: torch.dtype) -> No
     assert contents(other) == contents(wrapper)
     assert twin.state_dict().keys() == opt.state_dict().keys()
     assert ("loss_scale" in opt.state_dict()) is (dtype == torch.float16)  # with masters, which a plain state lacks
-
-
-def test_nothing_keeps_the_object_alive() -> None:
-    model = model_of()
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
-    train(model, opt, wrapper)
-    gone = weakref.ref(opt), weakref.ref(wrapper), weakref.ref(wrapper.inner)
-    gc.disable()
-    try:
-        del opt, wrapper
-        assert [ref() for ref in gone] == [None] * 3  # at once, without the garbage collector
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

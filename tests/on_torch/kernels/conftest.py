@@ -11,7 +11,7 @@ import torch
 from polyamp.backends.torch import extension
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     if extension.mode() == "off":
         pytest.skip("POLYAMP_EXTENSION=off")

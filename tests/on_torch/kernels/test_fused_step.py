@@ -13,9 +13,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
-import polyamp
 from polyamp import LossScale
 from support.torch_steps import (
     COVERED,
@@ -43,7 +42,7 @@ STEPS = 12
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("micro_batches", "max_norm"), [(1, None), (2, 0.3), (1, 100.0)])
+@pytest.mark.parametrize(("micro_batches", "max_norm"), [(1, 100.0), (2, 0.3)])
 @pytest.mark.parametrize("name", COVERED)
 def test_steps_are_those_of_the_plain_optimizer(
     name: str, micro_batches: int, max_norm: float | None, device: str
@@ -106,8 +105,7 @@ def test_without_fused_step_no_operator_of_ours_runs_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize(("bad", "steps_before"), [(math.nan, 0), (-math.inf, 2)])
 @pytest.mark.parametrize("name", COVERED)
 def test_a_skipped_step_changes_no_bit(name: str, steps_before: int, bad: float, device: str) -> None:
     model = network(device)
@@ -130,36 +128,7 @@ def _without_zeros(states: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["momentum", "adamw"])
-def test_training_goes_on_after_a_skipped_first_step(name: str, device: str) -> None:
-    fused, _, plain = ways(COVERED[name], lambda: network(device))
-    overflows = {0: math.nan, 1: math.inf, 3: math.inf}
-    close(*(train(way, range(6), overflows=overflows) for way in (fused, plain)))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", COVERED)
-def test_16_bit_parameters_follow_float32_masters(name: str, dtype: torch.dtype, device: str) -> None:
-    fused, unfused, _ = ways(COVERED[name], lambda: network(device, dtype), max_grad_norm=0.5)
-    for way in (fused, unfused):
-        train(way, range(STEPS))
-    masters = [way.opt.param_groups[0]["params"] for way in (fused, unfused)]
-    assert {master.dtype for master in masters[0]} == {torch.float32}
-    for param, master in zip(fused.model.parameters(), masters[0], strict=True):
-        assert torch.equal(param, master.to(dtype))
-    _within_roundings(dtype, *masters)
-
-
-def _within_roundings(dtype: torch.dtype, ours: list[Tensor], theirs: list[Tensor]) -> None:
-    """A weight that rounds the other way changes the loss that both then train on, by a few units in the last place."""
-    units = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}[dtype]
-    close([one.detach() for one in ours], [other.detach() for other in theirs], rtol=units, atol=units)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", COVERED)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.bfloat16) for name in COVERED), ("adamw", torch.float16)])
 def test_one_step_with_masters_is_the_plain_one_in_float32(name: str, dtype: torch.dtype, device: str) -> None:
     model = network(device, dtype)
     shadow = copy.deepcopy(model).float()
@@ -169,7 +138,9 @@ def test_one_step_with_masters_is_the_plain_one_in_float32(name: str, dtype: tor
         own.grad = param.grad.float() / SCALE.init
     opt.step()
     Plain(COVERED[name](shadow.parameters()), 0.5).step()
-    close([master.detach() for master in opt.param_groups[0]["params"]], [p.detach() for p in shadow.parameters()])
+    masters = [master.detach() for master in opt.param_groups[0]["params"]]
+    close(masters, [param.detach() for param in shadow.parameters()])
+    assert all(torch.equal(param, master.to(dtype)) for param, master in zip(model.parameters(), masters, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -239,11 +210,6 @@ def test_the_norm_does_not_overflow_where_the_gradients_do_not(device: str) -> N
     opt.step()
     assert opt.last_step
     close(weight.detach(), torch.full((4,), 0.5, device=device))
-
-
-def test_nonsense_is_refused() -> None:
-    with pytest.raises(polyamp.PolyampError, match="fused_step"):
-        polyamp.wrap_optimizer(COVERED["sgd"](network().parameters()), "mixed_float16", fused_step="yes")
 
 
 def test_the_comparison_can_fail() -> None:

@@ -48,13 +48,11 @@ def device(request: pytest.FixtureRequest) -> str:
 # --- a step, against float64 -----------------------------------------------------------------------------------------
 
 
-OFFSETS = pytest.mark.parametrize(
-    "offsets", [(0, 0), (1, 1), (0, 3), (1, 0)], ids=["aligned", "misaligned", "only gradients", "all but gradients"]
+@pytest.mark.parametrize(
+    ("offsets", "max_norm"),
+    [((0, 0), math.inf), ((1, 1), 1.0), ((0, 3), 1.0), ((1, 0), math.inf)],
+    ids=["aligned", "misaligned", "only gradients", "all but gradients"],
 )
-
-
-@OFFSETS
-@pytest.mark.parametrize("max_norm", [math.inf, 1.0])
 @storages
 @rules
 def test_a_step_is_that_of_float64(
@@ -72,19 +70,6 @@ def test_a_step_is_that_of_float64(
             for found, expected in zip(moments, wanted, strict=bool(moments)):
                 torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=3e-7)
     assert problem.report[APPLIED : APPLIED + 2].tolist() == [1, 1]
-
-
-@storages
-@rules
-def test_where_gradients_lie_changes_no_bit(operators: Any, device: str, rules: Any, storage: str) -> None:
-    """Behind a layer of three outputs, views of DistributedDataParallel's buckets are all off by 12 bytes."""
-    problems = [Problem(rules, storage, device=device, max_norm=1.0, grad_offset=offset) for offset in (0, 1, 3, 4)]
-    for _ in range(3):
-        for problem in problems:
-            problem.new_gradients()
-            problem.step(operators)
-    assert {problems[2].grads[-1].data_ptr() % 16} == {3 * problems[2].dtype.itemsize}
-    assert all(same(problem.bits(), problems[0].bits()) for problem in problems[1:])
 
 
 def test_tensors_may_have_had_different_numbers_of_steps(operators: Any, device: str) -> None:
@@ -187,8 +172,7 @@ def test_strides_may_be_any_that_all_share(operators: Any, device: str) -> None:
 # --- skipped steps ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("where", [(2, 0), (6, -1), (7, 20_000)])
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize(("where", "bad"), [((2, 0), math.inf), ((6, -1), -math.inf), ((7, 20_000), math.nan)])
 @storages
 @rules
 def test_a_skipped_step_keeps_every_bit(
@@ -236,7 +220,7 @@ def copied(operators: Any, values: Tensor, storage: str) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("low_half", [0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xF000, 0xFFFF])
+@pytest.mark.parametrize("low_half", [0, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001])
 def test_copies_are_rounded_as_torch_rounds(operators: Any, device: str, dtype: torch.dtype, low_half: int) -> None:
     """Every upper half of a float32, with low halves on both sides of ties of either format."""
     upper = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=device) << 16
@@ -481,64 +465,28 @@ def test_only_a_call_that_is_told_so_moves_the_loss_scale(operators: Any, device
 # --- what is refused, and what PyTorch asks of operators -------------------------------------------------------------
 
 
-def other_dtype(problem: Problem) -> None:
-    problem.grads[3] = problem.grads[3].double()
-
-
-def other_length(problem: Problem) -> None:
-    problem.firsts.pop()
-
-
-def other_shape(problem: Problem) -> None:
-    problem.firsts[3] = problem.firsts[3].flatten()
-
-
-def other_strides(problem: Problem) -> None:
-    problem.masters[3] = problem.masters[3].t().contiguous().t()
-
-
-def gaps(problem: Problem) -> None:
-    problem.grads[2] = torch.zeros(14, dtype=problem.dtype)[::2]
-
-
-def no_such_group(problem: Problem) -> None:
-    problem.groups[1] = len(problem.rules)
-
-
-def wrong_masters(problem: Problem) -> None:
-    problem.masters = [master.short() for master in problem.masters]
-
-
-def short_control(problem: Problem) -> None:
-    problem.control = problem.control[:15]
-
-
-def float_settings(problem: Problem) -> None:
-    problem.settings = problem.settings.float()
-
-
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("name", "spoil", "message"),
     [
-        (other_dtype, "grads has another dtype"),
-        (other_length, "exp_avgs has 7 tensors, not 8"),
-        (other_shape, "exp_avgs has not the shape and strides"),
-        (other_strides, "masters has not the shape and strides"),
-        (gaps, "grads overlaps itself or has gaps"),
-        (no_such_group, "groups has 3, and there are 3 rules"),
-        (wrong_masters, "masters has another dtype"),
-        (short_control, "control has 15 elements, not 16"),
-        (float_settings, "settings has another dtype"),
+        ("grads", lambda all: [*all[:3], all[3].double(), *all[4:]], "grads has another dtype"),
+        ("grads", lambda all: [*all[:2], all[2].new_zeros(14)[::2], *all[3:]], "grads overlaps itself or has gaps"),
+        ("firsts", lambda all: all[:-1], "exp_avgs has 7 tensors, not 8"),
+        ("firsts", lambda all: [*all[:3], all[3].flatten(), *all[4:]], "exp_avgs has not the shape and strides"),
+        ("masters", lambda all: [*all[:3], all[3].t().contiguous().t(), *all[4:]], "masters has not the shape and str"),
+        ("masters", lambda all: [one.short() for one in all], "masters has another dtype"),
+        ("groups", lambda one: one + 1, "groups has 3, and there are 3 rules"),
+        ("control", lambda one: one[:15], "control has 15 elements, not 16"),
+        ("settings", lambda one: one.float(), "settings has another dtype"),
     ],
 )
-def test_bad_arguments_change_nothing(compiled: Any, spoil: Any, message: str) -> None:
+def test_bad_arguments_change_nothing(compiled: Any, name: str, spoil: Any, message: str) -> None:
     problem = Problem(ADAM, "float16_master")
     before, control = problem.bits(), problem.control.clone()
     spoiled = problem.copy()
-    for name in ("params", "masters", "firsts", "seconds", "steps"):
-        setattr(spoiled, name, list(getattr(problem, name)))
+    for shared in ("params", "masters", "firsts", "seconds", "steps"):
+        setattr(spoiled, shared, list(getattr(problem, shared)))
     spoiled.control = problem.control
-    spoil(spoiled)
+    setattr(spoiled, name, spoil(getattr(spoiled, name)))
     with pytest.raises(RuntimeError, match=message):
         spoiled.apply(compiled)
     assert same(problem.bits(), before)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
-from optimizer_step import SETS, Case, Which, bert_large_shapes, cases, failed, on_device
+from optimizer_step import SETS, Case, Which, cases, failed, on_device
 from torch_device import Launches
 
 
@@ -17,18 +15,6 @@ def test_main_and_rest_are_all_and_share_none() -> None:
     assert main[: len(SETS)] == [Case(name, "AdamW", "float32", True, True) for name in SETS]
     assert any(case.misaligned for case in main)
     assert any(case.against_compiled for case in main)
-
-
-@pytest.mark.parametrize(
-    ("storage", "floor"),
-    [("float32", 32), ("float16, masters", 30), ("bfloat16, masters", 30)],
-)
-def test_floors_are_those_of_the_readme(storage: str, floor: int) -> None:
-    assert Case("any", "AdamW", storage, True, True).floor == floor
-
-
-def test_bert_large_is_of_its_size() -> None:
-    assert (len(bert_large_shapes()), sum(map(math.prod, bert_large_shapes()))) == (398, 336_226_108)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -23,7 +23,6 @@ import polyamp
 from support.torch_steps import (
     COVERED,
     SCALE,
-    STEP_OPERATORS,
     Plain,
     Way,
     close,
@@ -31,7 +30,6 @@ from support.torch_steps import (
     operators,
     same,
     train,
-    ways,
     wrapped,
 )
 from support.torch_waits import waits_are_errors
@@ -161,24 +159,6 @@ def test_a_step_is_two_launches(name: str, max_norm: float | None, count: int, e
     assert len(found := kernels(way.opt.step)) == expected, found
 
 
-@pytest.mark.usefixtures("profiler")
-def test_a_step_with_16_bit_parameters_is_two_launches() -> None:
-    model = many(148, torch.bfloat16)
-    way = Way(model, wrapped(COVERED["adamw"](model.parameters()), None, max_grad_norm=1.0))
-    train(way, range(2), overflows={}, loss=sum_of_sines)
-    way.opt.zero_grad()
-    way.opt.backward(sum_of_sines(model, 2))
-    assert len(found := kernels(way.opt.step)) == 2, found
-
-
-@pytest.mark.parametrize("count", [1, 576, 577, 3000])
-@pytest.mark.parametrize("name", ["adamw", "nesterov", "sgd"])
-def test_any_number_of_tensors(name: str, count: int) -> None:
-    fused, _, plain = ways(COVERED[name], lambda: many(count), max_grad_norm=10.0)
-    overflows = {1: math.nan}
-    close(*(train(way, range(4), overflows=overflows, loss=sum_of_sines) for way in (fused, plain)), atol=2e-5)
-
-
 @pytest.mark.parametrize("storage", [None, True])
 def test_the_same_bits_every_time(storage: Any) -> None:
     def run() -> list[Any]:
@@ -291,31 +271,6 @@ class Native(Plain):
             nn.utils.clip_grad_norm_([p for group in self.inner.param_groups for p in group["params"]], self.max_norm)
         self.scaler.step(self.inner)
         self.scaler.update()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", NATIVE)
-def test_fifty_16_bit_steps_reach_the_loss_of_float32(name: str, dtype: torch.dtype) -> None:
-    losses = []
-    for way_dtype in (dtype, torch.float32):
-        model = network("cuda", way_dtype)
-        way = Way(model, wrapped(NATIVE[name](model.parameters()), None))
-        x = torch.linspace(-1, 1, 32, device="cuda").view(8, 4).to(way_dtype)
-        fit = lambda model, step, x=x: (model(x).float() - 1).square().mean()  # noqa: E731
-        train(way, range(50), overflows={3: math.inf, 20: math.nan}, loss=fit)
-        losses.append(fit(model, 0).item())
-    assert losses[0] == pytest.approx(losses[1], abs=0.02)
-    assert losses[1] < 0.5
-
-
-def test_steps_on_a_gpu_are_those_on_a_cpu() -> None:
-    histories = []
-    for device in ("cpu", "cuda"):
-        model = network(device)
-        way = Way(model, wrapped(COVERED["adamw"](model.parameters()), True, max_grad_norm=1.0))
-        histories.append([[p.cpu() for p in row] for row in train(way, range(12))])
-        assert STEP_OPERATORS["adamw"] == "adam_step_"
-    close(*histories, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])

@@ -69,7 +69,7 @@ def one_of(recording: Recording, kind: str, place: str) -> Observation:
 # What is recorded.
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", "float32"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "float32"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_widened_step_has_the_values_of_a_float32_step(name: str, policy: str) -> None:
     torch.manual_seed(0)
@@ -273,12 +273,6 @@ def test_several_models_have_names_of_their_own() -> None:
     assert {"0.0.weight", "1.0.weight"} <= gradients(recording).keys()
     recording = record(lambda: F.cross_entropy(decoder(encoder(X)), Y))
     assert {"Sequential.0.weight", "Sequential_1.0.weight", "3.weight"} <= gradients(recording).keys()
-
-
-def test_sparse_gradients_are_counted() -> None:
-    table = nn.Embedding(5, 3, sparse=True)
-    (gradient,) = record(lambda: (table(torch.tensor([1, 1, 2])) * 3).sum()).of_kind(PARAMETER)
-    assert (gradient.name, gradient.spread.elements, gradient.spread.largest) == ("weight", 6, 6.0)
 
 
 # Training steps.

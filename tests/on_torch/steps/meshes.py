@@ -175,19 +175,18 @@ def test_ddp() -> None:
     check(model, lambda opt: opt.backward(loss_of(model, replica(4, RANK))))
 
 
-def test_fsdp2_with_uneven_shards() -> None:
-    model = shard(model_of(), init_device_mesh("cpu", (4,)))
-    check(model, lambda opt: opt.backward(loss_of(model, replica(4, RANK))))
-
-
-def test_hybrid_shards() -> None:
-    model = shard(model_of(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-    check(model, lambda opt: opt.backward(loss_of(model, replica(4, RANK))))
-
-
-def test_tensor_parallel() -> None:
-    model = split(model_of(), init_device_mesh("cpu", (4,)))
-    check(model, lambda opt: opt.backward(loss_of(model)))
+@pytest.mark.parametrize("names", ["shard", "replicate shard", "tensor", "data tensor"])
+def test_shards_and_tensor_parallelism(names: str) -> None:
+    """By FSDP2 with uneven shards, by hybrid shards, split over all ranks, and split and sharded."""
+    dims = tuple(names.split())
+    mesh = init_device_mesh("cpu", (4,) if len(dims) == 1 else (2, 2), mesh_dim_names=dims)
+    model, rows = model_of(), replica(4, RANK)
+    if "tensor" in dims:
+        split(model, mesh["tensor"])
+        rows = replica(2, mesh["data"].get_local_rank()) if "data" in dims else slice(None)
+    if names != "tensor":
+        shard(model, mesh["data"] if "data" in dims else mesh)
+    check(model, lambda opt: opt.backward(loss_of(model, rows)))
 
 
 def test_sequence_parallel() -> None:
@@ -208,12 +207,6 @@ def test_sequence_parallel() -> None:
             block, mesh, PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
         )
     check(model, lambda opt: opt.backward(loss_of(model)))
-
-
-def test_tensor_parallel_shards() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = shard(split(model_of(), mesh["tensor"]), mesh["data"])
-    check(model, lambda opt: opt.backward(loss_of(model, replica(2, mesh["data"].get_local_rank()))))
 
 
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])

@@ -31,14 +31,12 @@ from support.forked_ranks import default_group
 from support.harness_torch import OPTIMIZERS, X, Y, skipping_on_device
 
 RANK = int(os.environ["RANK"])
-LOW = [torch.float32, torch.float16, torch.bfloat16]
 # An optimizer, and what skips: the host, the optimizer's kernel, or polyamp's operators.
 PATHS = pytest.mark.parametrize(
     ("name", "skips"),
     [
         ("adamw", "host"),
         ("sgd_fused", "kernel"),
-        ("third_party", "host"),
         ("adamw", "operators"),
         ("third_party", "operators"),
     ],
@@ -149,18 +147,13 @@ def check_skip_and_resume(model: torch.nn.Module, opt: LossScaledOptimizer, brea
     assert ranks_agree(opt.loss_scale)
 
 
-@pytest.mark.parametrize("flags", [(0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (2.0, 1.0), (math.nan, 0.0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_any_rank_is_exactly_zero_or_one(flags: tuple[float, float], dtype: torch.dtype) -> None:
-    flag = torch.tensor(flags[RANK], dtype=dtype)
+@pytest.mark.parametrize("flags", [(0.0, 0.0), (2.0, 1.0), (math.nan, 0.0)])
+def test_any_rank_is_exactly_zero_or_one(flags: tuple[float, float]) -> None:
+    flag = torch.tensor(flags[RANK], dtype=torch.float64)
     found, _ = any_rank(flag)
     assert found.dtype == torch.float32
     assert found.item() == float(any(flags))
-    assert torch.equal(flag, torch.tensor(flags[RANK], dtype=dtype)) or math.isnan(flags[RANK])
-
-
-def test_flags_are_combined_one_by_one() -> None:
-    assert any_rank(torch.tensor([float(RANK), 0.0, 1.0 - RANK]))[0].tolist() == [1.0, 0.0, 1.0]
+    assert torch.equal(flag, torch.tensor(flags[RANK], dtype=flag.dtype)) or math.isnan(flags[RANK])
 
 
 def test_only_the_ranks_of_the_group_are_asked() -> None:
@@ -211,8 +204,7 @@ def test_a_rank_that_is_asked_alone_skips_alone() -> None:
     assert opt.last_step.applied == (RANK == 0)
 
 
-@pytest.mark.parametrize("broken", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("broken", "dtype"), [(False, torch.bfloat16), (True, torch.float32)])
 def test_a_rank_without_gradients_takes_part(broken: bool, dtype: torch.dtype) -> None:
     model = model_of(dtype)
     opt = wrap(model, "adamw", "host", max_grad_norm=1.0)
@@ -279,19 +271,6 @@ def test_the_scaler_in_the_place_of_torchs_skips_on_all_ranks(name: str, unscale
         assert ("rank 1" in scaler.last_step.reason) == broken
         assert (bits([list(model.parameters()), plain.state_dict()]) == before) == broken
     assert scaler.get_scale() == 512.0
-
-
-def test_optimizers_that_share_a_scale_agree() -> None:
-    model = model_of(torch.float32)
-    halves = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2)]
-    opts = polyamp.wrap_optimizer(halves, loss_scale=LossScale(init=1024.0))
-    opts[0].backward(loss_of(model))
-    break_gradient(model)
-    for opt in opts:
-        opt.step()
-    assert [opt.last_step.applied for opt in opts] == [True, False]
-    assert ranks_agree(*(opt.loss_scale for opt in opts))
-    assert opts[1].loss_scale == 512.0
 
 
 @PATHS
@@ -418,13 +397,7 @@ def shard(model: torch.nn.Module, mesh: DeviceMesh, **options: Any) -> torch.nn.
 
 @pytest.mark.parametrize(
     ("name", "skips"),
-    [
-        ("adamw", "host"),
-        ("adamw_fused", "kernel"),
-        ("momentum", "host"),
-        ("adamw", "operators"),
-        ("sgd_foreach", "operators"),
-    ],
+    [("momentum", "host"), ("adamw_fused", "kernel"), ("adamw", "operators")],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fsdp(name: str, skips: str, dtype: torch.dtype, mesh: DeviceMesh) -> None:
@@ -434,7 +407,7 @@ def test_fsdp(name: str, skips: str, dtype: torch.dtype, mesh: DeviceMesh) -> No
 
 
 @pytest.mark.parametrize("autocasts", [False, True])
-@pytest.mark.parametrize("name", ["O2", "float16", "bfloat16", "mixed_float16", "mixed_bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["O2", "bfloat16", "mixed_float16", "float32"])
 def test_fsdp_by_policy_trains_as_one_process_does(name: str, autocasts: bool, mesh: DeviceMesh) -> None:
     policy = polyamp.policy(name)
     models = [plain_model(), plain_model()]
@@ -533,8 +506,9 @@ def test_parameters_that_lie_over_ranks_in_different_ways(broken: int | None, me
 
 
 @pytest.mark.parametrize("looks", [True, False])
-@pytest.mark.parametrize("fused_step", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "fused_step"), [(torch.float32, True), (torch.float32, False), (torch.bfloat16, True)]
+)
 def test_fsdp_trains_as_one_process_does(dtype: torch.dtype, fused_step: bool, looks: bool, mesh: DeviceMesh) -> None:
     """Also where the norm is that of scaled gradients in shards, which nobody looks at before the step."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
@@ -563,9 +537,8 @@ def test_fsdp_trains_as_one_process_does(dtype: torch.dtype, fused_step: bool, l
         torch.testing.assert_close(param.full_tensor(), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_state_of_shards_resumes_bit_for_bit(dtype: torch.dtype, mesh: DeviceMesh) -> None:
-    model, resumed = (shard(model_of(dtype), mesh) for _ in range(2))
+def test_the_state_of_shards_resumes_bit_for_bit(mesh: DeviceMesh) -> None:
+    model, resumed = (shard(model_of(torch.bfloat16), mesh) for _ in range(2))
     opt, other = (wrap(each, "adamw_fused", "kernel") for each in (model, resumed))
     for _ in range(2):
         backward(model, opt)
@@ -584,8 +557,7 @@ def test_the_state_of_shards_resumes_bit_for_bit(dtype: torch.dtype, mesh: Devic
 
 
 @pytest.mark.parametrize("form", ["sharded", "flat", "full", "disk"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["adamw_fused", "sgd_foreach"])
+@pytest.mark.parametrize(("name", "dtype"), [("adamw_fused", torch.bfloat16), ("sgd_foreach", torch.float32)])
 def test_distributed_checkpoints_of_shards_resume_bit_for_bit(
     name: str, dtype: torch.dtype, form: str, mesh: DeviceMesh, tmp_path: Any
 ) -> None:
@@ -620,10 +592,11 @@ def test_distributed_checkpoints_of_shards_resume_bit_for_bit(
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*FSDP:UserWarning")
-@pytest.mark.parametrize("explicitly", [True, False])
-@pytest.mark.parametrize("fused_step", [True, False])
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
-@pytest.mark.parametrize("keeps_params", [True, False])
+@pytest.mark.parametrize(("explicitly", "fused_step"), [(True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("keeps_params", "strategy"),
+    [(True, ShardingStrategy.FULL_SHARD), (False, ShardingStrategy.FULL_SHARD), (True, ShardingStrategy.NO_SHARD)],
+)
 def test_flattened_shards_are_clipped_by_their_global_norm(
     keeps_params: bool, strategy: ShardingStrategy, fused_step: bool, explicitly: bool
 ) -> None:
@@ -660,7 +633,7 @@ def test_flattened_shards_are_clipped_by_their_global_norm(
 
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize("ids", [(None, None), (None, "b")])
-@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_losses_after_unscaling_add_up_on_all_ranks(dtype: torch.dtype, ids: tuple[Any, ...], as_view: bool) -> None:
     model = torch.nn.Linear(2, 1, bias=False, dtype=dtype)
     with torch.no_grad():

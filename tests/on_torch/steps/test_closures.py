@@ -54,16 +54,13 @@ EVALUATIONS = {
 }  # at least, in each step
 
 
-@pytest.mark.parametrize("steps_before", [0, 1])
 @pytest.mark.parametrize(
     ("name", "overflow_at"), [(name, at) for name, count in EVALUATIONS.items() for at in range(1, count + 1)]
 )
-def test_an_overflow_at_any_evaluation_takes_the_whole_step_back(
-    name: str, steps_before: int, overflow_at: int
-) -> None:
+def test_an_overflow_at_any_evaluation_takes_the_whole_step_back(name: str, overflow_at: int) -> None:
     model = linear()
     opt = polyamp.wrap_optimizer(MAKERS[name](model.parameters()), "mixed_float16")
-    for _ in range(steps_before):
+    if overflow_at > 1:
         opt.step(closure_of(model, opt))
     before = contents(opt)
     loss = opt.step(closure_of(model, opt, overflow_at))

@@ -94,7 +94,7 @@ def test_a_skip_is_seen_and_schedules_do_not_count_it(make: Any, way: str) -> No
     assert schedule.get_last_lr() == [0.1 * 0.5**3]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, "operators"])
 @pytest.mark.parametrize("scheduler_first", [True, False])
 def test_a_first_step_that_is_skipped_brings_no_scheduler_warning(way: str, scheduler_first: bool) -> None:
     """transformers #11144: "lr_scheduler.step() before optimizer.step()", which nobody had done."""
@@ -102,7 +102,8 @@ def test_a_first_step_that_is_skipped_brings_no_scheduler_warning(way: str, sche
     plain = sgd(model.parameters())
     if scheduler_first:
         schedule = ExponentialLR(plain, 0.5)
-    loop = Loop(model, plain, GradScaler("cpu") if way == "drop-in" else None)
+    scaler, options = (GradScaler("cpu"), {}) if way == "drop-in" else (None, {"fused_step": way == "operators"})
+    loop = Loop(model, plain, scaler, **options)
     if not scheduler_first:
         schedule = ExponentialLR(loop.opt or plain, 0.5)
     loop.step(math.inf)

@@ -38,12 +38,11 @@ def through_a_file(state: Any) -> Any:
 
 
 ABSENT = object()
-NAMES = ["momentum", "sgd_fused", "adam", "adamw_fused", "rmsprop", "third_party"]
-# torch's fused SGD on the CPU reads momentum that nobody filled where parameters have 16 bits: no two runs are equal.
-REPEATABLE = [(name, kind) for name in NAMES for kind in [True, False] if (name, kind) != ("sgd_fused", False)]
 
 
-@pytest.mark.parametrize(("name", "kind"), REPEATABLE)
+@pytest.mark.parametrize(
+    ("name", "kind"), [("sgd_fused", True), ("momentum", False), ("adamw_fused", True), ("third_party", False)]
+)
 @pytest.mark.parametrize("model_last", [True, False])
 def test_training_resumes_bit_for_bit(name: str, kind: Any, model_last: bool) -> None:
     net, opt = trained(torch.bfloat16, name, kind)
@@ -80,12 +79,6 @@ def test_masters_move_to_another_format_bit_for_bit(before: torch.dtype, after: 
     assert other.loss_scale == opt.loss_scale
 
 
-def test_float32_moments_stay_float32_under_16_bit_parameters() -> None:
-    _, opt = trained(torch.float16)
-    dtypes = {key: value.dtype for key, value in opt.state_dict()["state"][0].items()}
-    assert dtypes == {"step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-
-
 @pytest.mark.parametrize(("before", "after"), [(torch.float16, torch.bfloat16), (torch.bfloat16, torch.float16)])
 def test_moments_of_16_bits_become_the_parameters_format_and_say_so(before: torch.dtype, after: torch.dtype) -> None:
     _, opt = trained(before, "momentum", False)
@@ -96,19 +89,6 @@ def test_moments_of_16_bits_become_the_parameters_format_and_say_so(before: torc
     train(net, other)
 
 
-def test_loss_scales_of_several_losses_are_saved() -> None:
-    nets = [Net(), Net()]
-    opts = [wrap(net, "momentum") for net in nets]
-    opts[0].backward(nets[0].loss(), loss_id="bad")
-    nets[0].turned.grad[0, 0] = torch.inf
-    opts[0].step()
-    opts[1].load_state_dict(through_a_file(opts[0].state_dict()))
-    assert opts[1].scalers["bad"].state.scale == 32.0
-    assert opts[1].loss_scale == 64.0
-    assert "loss_scales" not in wrap(Net(), "momentum").state_dict()
-
-
-@pytest.mark.parametrize("kind", [True, False])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -132,10 +112,10 @@ def test_loss_scales_of_several_losses_are_saved() -> None:
     ],
     ids=repr,
 )
-def test_bad_states_change_nothing(kind: Any, change: dict[str, Any], message: str) -> None:
-    net, opt = trained(torch.bfloat16, kind=kind)
+def test_bad_states_change_nothing(change: dict[str, Any], message: str) -> None:
+    net, opt = trained(torch.bfloat16, kind=True)
     state, before = opt.state_dict(), memory(net, opt)
-    other_net, other = trained(torch.bfloat16, kind=kind)
+    other_net, other = trained(torch.bfloat16, kind=True)
     train(other_net, other)
     state = {key: value for key, value in {**other.state_dict(), **change}.items() if value is not ABSENT}
     with pytest.raises(polyamp.errors.StateError, match=message):
@@ -163,16 +143,6 @@ def test_an_optimizer_may_drop_states_when_it_loads_them() -> None:
     assert bits(saved) == before
     assert opts[1].state[nets[1].weight] is None
     assert bits(opts[1].state[nets[1].bias]) == bits(opts[0].state[nets[0].bias])
-
-
-def test_the_state_of_a_plain_optimizer_goes_to_the_inner_one() -> None:
-    net, other_net = Net(torch.float32, usual=True), Net(torch.float32, usual=True)
-    plain = OPTIMIZERS["adamw"](net.parameters())
-    net.loss().backward()
-    plain.step()
-    opt = wrap(other_net, "adamw")
-    opt.inner.load_state_dict(plain.state_dict())
-    assert bits(opt.state_dict()["state"]) == bits(plain.state_dict()["state"])
 
 
 def test_distributed_checkpoints_take_the_inner_optimizer_of_float32_parameters() -> None:

@@ -37,15 +37,13 @@ class Base(torch.optim.Optimizer):
 class Climbs(Base):
     """github.com/davda54/sam: climbs by the gradients that are there, clears them, evaluates, comes back, descends."""
 
-    set_to_none = True
-
     @torch.no_grad()
     def first_step(self) -> None:
         scale = self.param_groups[0]["rho"] / (self.norm() + 1e-12)
         for param in self.params:
             self.state[param]["old_p"] = param.data.clone()
             self.climb(param, param.grad * scale.to(param))
-        self.zero_grad(self.set_to_none)
+        self.zero_grad()
 
     def climb(self, param: Tensor, by: Tensor) -> None:
         param.add_(by)
@@ -71,10 +69,6 @@ class ClimbsByData(Climbs):
 
     def climb(self, param: Tensor, by: Tensor) -> None:
         param.data.add_(by)
-
-
-class ClearsToZero(Climbs):
-    set_to_none = False
 
 
 class EvaluatesFirst(Climbs):
@@ -113,7 +107,7 @@ X, Y = (
     torch.randn(16, 8, generator=torch.Generator().manual_seed(1)),
     torch.randn(16, 4, generator=torch.Generator().manual_seed(2)),
 )
-KINDS = {kind.__name__: kind for kind in (Climbs, ClimbsByData, ClearsToZero, EvaluatesFirst, ClimbsThrice)}
+KINDS = {kind.__name__: kind for kind in (Climbs, ClimbsByData, EvaluatesFirst, ClimbsThrice)}
 
 
 def network(dtype: torch.dtype) -> nn.Module:
@@ -167,9 +161,8 @@ def test_losses_are_those_without_scaling(name: str, clears: bool, dtype: torch.
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("steps_before", [0, 2])
-def test_an_overflow_at_any_evaluation_takes_the_step_back(name: str, steps_before: int) -> None:
-    for place in (1, 2):
+def test_an_overflow_at_any_evaluation_takes_the_step_back(name: str) -> None:
+    for place, steps_before in ((1, 0), (2, 2)):
         loop = Loop(KINDS[name], True, torch.float32, clears=True)
         for _ in range(steps_before):
             loop.step()

@@ -43,10 +43,8 @@ class Kind(NamedTuple):
 def kinds() -> dict[str, Kind]:
     optim = torch.optim
     bases: dict[str, tuple[Any, dict[str, Any]]] = {
-        "sgd": (optim.SGD, {"lr": 0.1}),
         "momentum": (optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}),
         "nesterov": (optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
-        "adam": (optim.Adam, {"lr": 0.05}),
         "amsgrad": (optim.Adam, {"lr": 0.05, "amsgrad": True}),
         "adamw": (optim.AdamW, {"lr": 0.05}),
         "adagrad": (optim.Adagrad, {"lr": 0.05}),
@@ -170,7 +168,7 @@ def same(one: Any, other: Any) -> None:
 CASES = [(name, start) for name in KINDS for start in STARTS if KINDS[name].skips or start != "wrapped-on-device"]
 
 
-@pytest.mark.parametrize(("micro_batches", "max_norm"), [(1, None), (3, None), (2, 0.3)])
+@pytest.mark.parametrize(("micro_batches", "max_norm"), [(1, None), (2, 0.3)])
 @pytest.mark.parametrize(("name", "start"), CASES)
 def test_fifty_steps_are_those_of_the_native_scaler(
     name: str, start: str, micro_batches: int, max_norm: float | None
@@ -185,7 +183,7 @@ def test_fifty_steps_are_those_of_the_native_scaler(
 
 
 @pytest.mark.parametrize("start", ["wrapped", "drop-in"])
-@pytest.mark.parametrize("name", [name for name in KINDS if not name.endswith("fused")])
+@pytest.mark.parametrize("name", ["momentum", "adamw-foreach", "rmsprop"])
 def test_scales_that_are_no_powers_of_two(name: str, start: str) -> None:
     """The settings are float32 numbers: ``advance`` rounds them to that, and the native scaler does not."""
     in_torch = {"init_scale": 1000.5, "growth_factor": 1.25, "backoff_factor": 0.75, "growth_interval": 3}
@@ -239,7 +237,7 @@ def test_the_whole_loop_with_autocast_is_the_native_one(start: str) -> None:
     same(*(train(m, loop, loss_of=loss_in(region)) for m, loop, region in zip(models, loops, regions, strict=True)))
 
 
-@pytest.mark.parametrize("name", ["momentum", "adamw", "adamw-fused"])
+@pytest.mark.parametrize("name", ["momentum", "adamw-fused"])
 @pytest.mark.parametrize("start", ["wrapped", "drop-in"])
 def test_training_resumed_from_a_file_is_training_that_went_on(name: str, start: str) -> None:
     def fresh() -> tuple[nn.Module, torch.optim.Optimizer, Loop, list[Any]]:
@@ -260,13 +258,12 @@ def test_training_resumed_from_a_file_is_training_that_went_on(name: str, start:
     same(state_of(other_plain), state_of(plain))
 
 
-@pytest.mark.parametrize("name", ["sgd", "adamw", "adamw-fused"])
 @pytest.mark.parametrize("start", STARTS)
-def test_five_hundred_nan_steps_and_recovery(name: str, start: str) -> None:
+def test_five_hundred_nan_steps_and_recovery(start: str) -> None:
     """The native scale reaches 0 in such a run; the next healthy step then writes NaN into every parameter."""
     on_device = start == "wrapped-on-device"
     model = network()
-    plain = KINDS["adamw-fused" if on_device else name].make(model.parameters())
+    plain = KINDS["adamw-fused"].make(model.parameters())
     scale = LossScale(interval=INTERVAL, on_min="ignore")
     if start == "drop-in":
         loop: Loop = ByGradScaler(GradScaler("cpu", loss_scale=scale), plain, 1.0)
@@ -308,7 +305,7 @@ def test_the_watch_for_waits_can_fail() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["sgd-fused", "momentum-fused", "adamw-fused"])
+@pytest.mark.parametrize("name", ["momentum-fused", "adamw-fused"])
 def test_fifty_steps_on_a_gpu_wait_for_nothing_and_are_the_native_ones(name: str) -> None:
     models = [network().cuda(), network().cuda()]
     plain = [KINDS[name].make(model.parameters()) for model in models]

@@ -167,21 +167,6 @@ def test_both_at_once_is_what_plain_optimizers_do() -> None:
         torch.testing.assert_close(param, plain[name], rtol=1e-6, atol=1e-7)
 
 
-def test_accumulation_goes_on_while_the_other_optimizer_moves_the_scale() -> None:
-    plain, params = weights(), weights()
-    opts = polyamp.wrap_optimizer(
-        [torch.optim.SGD([params[name]], lr=0.0) for name in "ab"], "mixed_float16", loss_scale=LossScale(interval=1)
-    )
-    for _ in range(3):
-        first_loss(plain).backward()
-        opts[0].backward(first_loss(params))
-        opts[0].step()
-        opts[0].zero_grad()
-    assert opts[0].loss_scale == 8 * 65536.0
-    opts[1].unscale_()
-    torch.testing.assert_close(params["b"].grad, plain["b"].grad, rtol=1e-6, atol=0)
-
-
 def test_optimizers_wrapped_apart_step_on_the_loss_that_one_of_them_scaled() -> None:
     """Their scales part when one overflows; the other's gradients are unscaled by what their loss was multiplied by."""
     plain, params = weights(), weights()
@@ -213,29 +198,14 @@ def test_an_overflow_of_the_optimizer_that_scaled_nothing_lowers_the_scale_of_th
     assert [bool(opt.last_step) for opt in opts] == [True, False]
 
 
-def test_generators_and_discriminators_take_turns() -> None:
-    plain, params = weights(), weights()
-    plain_opts = [OPTIMIZERS["adam"]([plain[name]]) for name in "ab"]
-    opts = [polyamp.wrap_optimizer(OPTIMIZERS["adam"]([params[name]]), "mixed_float16") for name in "ab"]
-    opts[1].scaler.resume(opts[1].scaler.state._replace(scale=256.0))
-    for step in range(4):
-        for turn, loss in enumerate((first_loss, second_loss)):
-            plain_opts[turn].zero_grad()
-            loss(plain).backward()
-            plain_opts[turn].step()
-            opts[turn].zero_grad()
-            opts[turn].backward(loss(params))
-            if (step, turn) == (0, 0):
-                assert params["b"].grad is not None  # left over by the other's loss, as it is unwrapped
-            opts[turn].step()
-    for plain_opt, opt in zip(plain_opts, opts, strict=True):
-        assert contents(opt) == contents(plain_opt)
-
-
-def test_a_backward_onto_the_gradients_of_the_last_step_is_refused() -> None:
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_backward_onto_the_gradients_of_the_last_step_is_refused(unscales: bool) -> None:
     params = weights()
     opt = sgd([params["a"]])
-    opt.backward(first_loss(params))
+    for _ in range(1 + unscales):
+        opt.backward(first_loss(params))
+        if unscales:
+            opt.unscale_()
     opt.step()
     with pytest.raises(polyamp.errors.UsageError, match="zero_grad"):
         opt.backward(first_loss(params))
@@ -271,7 +241,7 @@ def test_a_penalty_on_gradients_uses_true_ones() -> None:
     assert contents(opt) == contents(plain_opt)
 
 
-@pytest.mark.parametrize("max_norm", [-1.0, math.nan, "1", None, True])
+@pytest.mark.parametrize("max_norm", [math.nan, "1"])
 def test_norms_that_are_none_are_refused(max_norm: Any) -> None:
     params = weights()
     opt = sgd(list(params.values()))
@@ -288,6 +258,7 @@ def test_norms_that_are_none_are_refused(max_norm: Any) -> None:
         ({"named_parameters": [torch.ones(1)]}, "named parameters"),
         ({"named_parameters": [("a", 1, 2)]}, "named parameters"),
         ({"process_group": "world"}, "process group"),
+        ({"fused_step": "yes"}, "fused_step"),
         ({"norm_group": lambda param: None}, "clip by a norm of your own"),
     ],
 )

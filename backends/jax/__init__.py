@@ -20,13 +20,11 @@ except ModuleNotFoundError as error:
     raise missing("jax", extra="jax") from error
 
 from polyamp.backends.jax.adapter import adapter
-from polyamp.backends.jax.autocast.function import autocast
-from polyamp.backends.jax.casting import cast
-from polyamp.backends.jax.graphs.rewrite import explain, rewrite
+from polyamp.backends.jax.arrays import cast
+from polyamp.backends.jax.graphs.rewrite import autocast, explain, rewrite
+from polyamp.backends.jax.steps.gradients import apply_updates, select
 from polyamp.backends.jax.steps.optimizer import apply_gradients, wrap_optimizer
-from polyamp.backends.jax.steps.saving import check_limits
-from polyamp.backends.jax.steps.skipping import apply_updates, select
-from polyamp.backends.jax.steps.state import LossScaleOptState
+from polyamp.backends.jax.steps.state import LossScaleOptState, check_limits
 from polyamp.backends.jax.steps.value_and_grad import scale_loss, value_and_grad
 
 __all__ = [

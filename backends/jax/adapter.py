@@ -4,13 +4,11 @@ import jax
 import numpy as np
 
 from polyamp.adapter import AdapterTable
-from polyamp.backends.jax.autocast.function import autocast
-from polyamp.backends.jax.casting import cast
+from polyamp.backends.jax.arrays import cast
 from polyamp.backends.jax.devices import describe
-from polyamp.backends.jax.graphs.rewrite import planned, rewritten_for
+from polyamp.backends.jax.graphs.rewrite import autocast, planned, rewritten_for
 from polyamp.backends.jax.operations import OPERATIONS
-from polyamp.backends.jax.steps.saving import load_loss_scale, loss_scale_of
-from polyamp.backends.jax.steps.state import holds_state
+from polyamp.backends.jax.steps.state import holds_state, load_loss_scale, loss_scale_of
 from polyamp.backends.jax.steps.value_and_grad import scale_loss, value_and_grad
 
 

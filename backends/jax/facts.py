@@ -9,17 +9,15 @@ from typing import Any
 import jax
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.dtypes import is_low
-from polyamp.backends.jax.graphs.equations import Equation, walk
-from polyamp.backends.jax.graphs.program import Program
+from polyamp.backends.jax.arrays import is_low, trainable
+from polyamp.backends.jax.graphs.program import Equation, Program, walk
 from polyamp.backends.jax.graphs.rewrite import explain
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.operations import OPERATIONS
 from polyamp.backends.jax.scaling import Scaling, scaling_of
-from polyamp.backends.jax.steps import marks
+from polyamp.backends.jax.steps import gradients
 from polyamp.backends.jax.steps.state import LossScaleOptState, holds_state
 from polyamp.backends.jax.steps.step import Step
-from polyamp.backends.jax.trees import trainable
 from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN
@@ -138,7 +136,7 @@ def _low_parameters(params: Any) -> Iterator[str]:
     """Yield the names of the 16-bit arrays that do not belong to an optimizer's state."""
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_optimizers):
         if is_low(leaf):
-            yield marks.name_of(path)
+            yield gradients.name_of(path)
 
 
 def _is_optimizers(node: object) -> bool:

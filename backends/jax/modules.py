@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from polyamp.backends.jax.dtypes import is_floating, is_traced
-from polyamp.backends.jax.trees import merged, trainable
+from polyamp.backends.jax.arrays import is_floating, is_traced, merged, trainable
 
 
 class Model(Protocol):

@@ -17,7 +17,7 @@ import numpy as np
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.cells import is_inexact
-from polyamp.backends.jax.steps import marks
+from polyamp.backends.jax.steps import gradients
 
 
 class _Value(NamedTuple):
@@ -87,7 +87,7 @@ class _Reader:
 
     def _equation(self, equation: Any, values: list[_Value], where: _Where) -> list[_Value]:
         name, parts = equation.primitive.name, unstable.inner_programs(equation)
-        if name == "name" and marks.marked(equation.params["name"]) is not None:
+        if name == "name" and gradients.mark_of(equation.params["name"]) is not None:
             self.gradients.append((values[0], where.place))
         if not parts:
             own = _result(equation, values, where)

@@ -7,7 +7,7 @@ from polyamp.backends.torch.autocast.context import autocast_context, traced_con
 from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.devices import describe
-from polyamp.backends.torch.graphs.verbs import explain, rewrite
+from polyamp.backends.torch.graphs.explain import planned, rewritten_for
 from polyamp.backends.torch.operations import OPERATIONS
 from polyamp.backends.torch.steps.verbs import (
     load_loss_scale,
@@ -32,8 +32,8 @@ adapter = AdapterTable(
         "load_loss_scale": load_loss_scale,
         "autocast_context": autocast_context,
         "traced_context": traced_context,
-        "rewrite": rewrite,
-        "explain": explain,
+        "rewrite": rewritten_for,
+        "explain": planned,
         "fsdp_policy": "polyamp.backends.torch.sharding:fsdp_policy",
         "record": "polyamp.backends.torch.recording.record:record",
         "facts": "polyamp.backends.torch.facts:facts",

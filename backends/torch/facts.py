@@ -15,10 +15,9 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.graphs.explain import captured_plan
 from polyamp.backends.torch.recording.changes import Changes
-from polyamp.backends.torch.recording.mode import Watcher
-from polyamp.backends.torch.recording.operators import operator_of
+from polyamp.backends.torch.recording.mode import Watcher, operator_of
 from polyamp.backends.torch.recording.reach import Reach, names_of
-from polyamp.backends.torch.recording.running import Run
+from polyamp.backends.torch.recording.record import Run
 from polyamp.backends.torch.recording.widening import tensors
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.tracking import Tracker

@@ -40,7 +40,7 @@ from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.containers import hides_tensors
 from polyamp.backends.torch.devices import report_slow
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.recording.operators import operator_of
+from polyamp.backends.torch.recording.mode import operator_of
 from polyamp.backends.torch.steps.closures import evaluates_once
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.optimizer import ALIVE, LossScaledOptimizer

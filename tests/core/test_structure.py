@@ -61,7 +61,7 @@ def test_import_linter_sees_planted_imports(tree: Path) -> None:
             "import polyamp.backends.jax",
         ): "polyamp.backends.keras.casting -> polyamp.backends.jax",
         ("backends/torch/casting.py", "import tensorflow"): "polyamp.backends.torch.casting -> tensorflow",
-        ("backends/jax/steps/skipping.py", "import torch"): "polyamp.backends.jax.steps.skipping -> torch",
+        ("backends/jax/steps/gradients.py", "import torch"): "polyamp.backends.jax.steps.gradients -> torch",
         ("backends/tensorflow/casting.py", "import keras"): "polyamp.backends.tensorflow.casting -> keras",
     }
     with planted(tree, *plants):

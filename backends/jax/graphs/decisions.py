@@ -1,12 +1,15 @@
-"""Decides the format of each operation.
+"""Decides the format of each operation, and collects the decisions as a plan.
 
 The policy's rules decide its class, and the flow rule its format. Then the parameters that the user gave to a product
 decide: ``precision=HIGHEST`` keeps it in float32, and ``preferred_element_type=float32`` keeps its result in float32.
+Values that hold the same numbers, and constants, are known: ``x * x`` is a square, and ``1 / x`` is a reciprocal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,12 +17,47 @@ import numpy as np
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell
-from polyamp.backends.jax.graphs.sameness import is_of_itself, is_over
 from polyamp.backends.jax.operations import OPERATIONS, canonical
 from polyamp.deciding import Decider
 from polyamp.flow import AS_WRITTEN, NO_FLOATS, WEAK, Flow, Value, specific
 from polyamp.operations import OPERATIONS as CANONICAL
+from polyamp.plan import PlannedOperation
 from polyamp.rules import Decision
+
+_MOVES = ("reshape", "squeeze", "copy", "name", "stop_gradient")  # the same numbers in the same order
+_ALIKE = ("broadcast_in_dim", "transpose", "slice", "abs", "neg")  # of the same numbers they return the same numbers
+
+
+def is_of_itself(cells: Sequence[Cell]) -> bool:
+    """Return whether an operation has two operands, which hold the same numbers in the same order."""
+    return len(cells) == 2 and cells[0].same == cells[1].same and _shape(cells[0]) == _shape(cells[1])
+
+
+def is_over(cells: Sequence[Cell]) -> bool:
+    """Return whether an operation has two operands, and only the first one is a constant."""
+    return len(cells) == 2 and cells[0].constant and not cells[1].constant
+
+
+def note_same(equation: Any, cells: Sequence[Cell], results: Sequence[Cell]) -> None:
+    """Record whether the results of an equation are constants, and which other values they are the same as."""
+    is_constant = bool(cells) and all(cell.constant for cell in cells)
+    for cell in results:
+        cell.constant = is_constant
+    name = equation.primitive.name
+    moves = name in _MOVES and (name != "reshape" or equation.params["dimensions"] is None)
+    if moves or (name == "broadcast_in_dim" and _size(cells[0]) == _size(results[0])):  # or a dimension of length 1
+        results[0].same = cells[0].same
+    elif name in _ALIKE and len(cells) == 1:
+        results[0].same = (cells[0].same, _shape(cells[0]), name, repr(equation.params))
+
+
+def _shape(cell: Cell) -> Any:
+    return getattr(cell.array, "shape", ())
+
+
+def _size(cell: Cell) -> Any:
+    return getattr(cell.array, "size", 1)
+
 
 IN_FLOAT32 = "autocast to float32"
 """The reason if the user's own autocast to float32 contains an operation."""
@@ -113,3 +151,79 @@ def _note(decider: Decider, equation: Any, name: str, outcome: Flow, cells: Sequ
         decider.lowered = True
     elif outcome.format != decider.compute:
         decider.not_lowered.setdefault(outcome.reason, f"{name} at {unstable.source_line(equation)}")
+
+
+RegionAt = Callable[[str], tuple[int, Sequence[PlannedOperation]] | None]
+"""Returns the number and the operations of the autocast region that a path is in; None outside of all regions."""
+
+
+class PlanBuilder:
+    """The operations of one run, in their order."""
+
+    # JAX may trace the body of a loop or a rule more than once. The operations of an earlier trace are then dropped.
+
+    def __init__(self, region_at: RegionAt | None = None) -> None:
+        self.operations: list[PlannedOperation] = []
+        self._times = 1
+        self._region_at = region_at
+        self._begins: dict[int, int] = {}  # for a region, the index of its first operation
+
+    @contextmanager
+    def repeated(self, mark: int, times: int = 1) -> Iterator[None]:
+        """Add the operations of a body that runs ``times`` times; ``mark`` is the number of operations before it."""
+        del self.operations[mark:]
+        self._begins = {region: begin for region, begin in self._begins.items() if begin < mark}
+        before, self._times = self._times, self._times * times
+        try:
+            yield
+        finally:
+            self._times = before
+
+    def add(self, equation: Any, path: str, decided: Decided, cells: Sequence[Cell]) -> None:
+        """Add one operation. Call it before the inputs are cast."""
+        region = self._region_at(path) if self._region_at else None
+        if region is not None:
+            self._insert(*region)
+            return
+        as_written, held = decided.is_as_written, decided.held
+        wanted = [cell.declared if as_written or not cell.inexact else decided.computes_in for cell in cells]
+        cast = [(cell.array, cell.dtype, to) for cell, to in zip(cells, wanted, strict=True) if cell.dtype != to]
+        outputs = [variable.aval for variable in equation.outvars]
+        read = sum(bytes_of(cell.array, to) for cell, to in zip(cells, wanted, strict=True))
+        written = sum(bytes_of(aval, held if _is_float32(aval) and not as_written else None) for aval in outputs)
+        bytes_cast = sum(bytes_of(array, before) for array, before, _ in cast)
+        self.operations.append(
+            PlannedOperation(
+                decided.name,
+                equation.primitive.name,
+                f"{unstable.without_island(path)} {unstable.source_line(equation)}".strip(),
+                decided.decision.op_class,
+                decided.outcome.format,
+                decided.outcome.reason,
+                times=self._times,
+                casts=len(cast),
+                bytes_cast=bytes_cast,
+                bytes_moved=read + written + bytes_cast + sum(bytes_of(array, to) for array, _, to in cast),
+                bytes_moved_float32=sum(bytes_of(cell.array, cell.declared) for cell in cells)
+                + sum(map(bytes_of, outputs)),
+            )
+        )
+
+    def _insert(self, region: int, operations: Sequence[PlannedOperation]) -> None:
+        if region not in self._begins:
+            self._begins[region] = len(self.operations)
+            self.operations += [op._replace(times=op.times * self._times) for op in operations]
+
+
+def _is_float32(aval: Any) -> bool:
+    return getattr(aval, "dtype", None) == FLOAT32
+
+
+def bytes_of(array: Any, dtype: Any = None) -> int:
+    """Return the size of an array in a dtype, by default its own; 0 if it has no dtype, or no known shape."""
+    dtype = getattr(array, "dtype", None) if dtype is None else dtype
+    shape = getattr(array, "shape", None)
+    if dtype is None or shape is None or not all(isinstance(length, int) for length in shape):
+        return 0
+    size: int = math.prod(shape) * dtype.itemsize
+    return size

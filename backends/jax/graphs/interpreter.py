@@ -14,18 +14,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.dtypes import dtype_of
-from polyamp.backends.jax.graphs import recipes
+from polyamp.backends.jax.arrays import dtype_of
+from polyamp.backends.jax.graphs import control_flow, derivatives, recipes
 from polyamp.backends.jax.graphs.binding import bind_low, bind_wide
-from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, declared_value
-from polyamp.backends.jax.graphs.decisions import Decided, decide_equation
-from polyamp.backends.jax.graphs.handlers import HANDLERS
-from polyamp.backends.jax.graphs.planning import PlanBuilder
-from polyamp.backends.jax.graphs.repeats import Repeats
-from polyamp.backends.jax.graphs.sameness import note_same
+from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, declared_value
+from polyamp.backends.jax.graphs.decisions import Decided, PlanBuilder, decide_equation, note_same
+from polyamp.backends.jax.graphs.run import Handler, Repeats, Run
 from polyamp.backends.jax.operations import canonical
 from polyamp.deciding import Decider
 from polyamp.errors import UnsupportedError
@@ -162,3 +160,43 @@ def _results(equation: Any, arrays: Sequence[Any], value: Value, held: Any) -> l
         else Cell(array, own, own, declared_value(own), shared=True)
         for array, own in zip(arrays, declared, strict=True)
     ]
+
+
+def _barrier(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Pass each operand on in its own format."""
+    return around(cells, unstable.bound(equation, [cell.array for cell in cells], equation.params))
+
+
+def _convert(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell] | None:
+    """Carry out a cast that the user wrote. A cast from float32 to float32 (of a weak type) does nothing."""
+    # The result of a cast from integers is an input, such as labels or positions; that of a cast from booleans is 0 or
+    # 1.
+    (cell,) = cells
+    target = np.dtype(equation.params["new_dtype"])
+    if target == FLOAT32 and jnp.issubdtype(cell.declared, np.integer):
+        (array,) = unstable.bound(equation, [cell.array])
+        return [Cell.of(array, FLOAT32, WEAK if cell.constant else INPUT, cell.constant)]
+    if cell.declared != FLOAT32:
+        return None
+    if target == FLOAT32:
+        return [cell]
+    if target == cell.dtype:
+        return [Cell.of(cell.array, target)]
+    return None
+
+
+HANDLERS: dict[str, Handler] = {
+    "jit": control_flow.jit,
+    "closed_call": control_flow.closed_call,
+    "remat_opt": control_flow.forward_rule,
+    "remat2": control_flow.remat,
+    "shard_map": control_flow.shard_map,
+    "scan": control_flow.scan,
+    "while": control_flow.while_loop,
+    "cond": control_flow.cond,
+    "custom_jvp_call": derivatives.custom_jvp,
+    "custom_vjp_call": derivatives.custom_vjp,
+    "custom_vmap_call": derivatives.custom_vmap,
+    "optimization_barrier": _barrier,
+    "convert_element_type": _convert,
+}

@@ -17,10 +17,9 @@ import jax
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.cells import FLOAT32, is_inexact
-from polyamp.backends.jax.graphs.equations import Equation, walk
+from polyamp.backends.jax.graphs.decisions import PlanBuilder, bytes_of
 from polyamp.backends.jax.graphs.interpreter import Interpreter
-from polyamp.backends.jax.graphs.planning import PlanBuilder, bytes_of
-from polyamp.backends.jax.graphs.program import Program
+from polyamp.backends.jax.graphs.program import Equation, Program, walk
 from polyamp.backends.jax.operations import canonical
 from polyamp.deciding import Decider, unused_in
 from polyamp.flow import AS_WRITTEN

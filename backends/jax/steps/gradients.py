@@ -1,4 +1,7 @@
-"""Gradients as a pytree: test, unscale, clip. Pure functions, for use inside and outside ``jit``."""
+"""What a step does to gradients and parameters: test, unscale, clip, update or skip, with or without master weights.
+
+All are pure functions, for use inside and outside ``jit``. The names that a recording finds gradients by are here too.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.casting import widened
+from polyamp.backends.jax.arrays import is_low, is_traced, map_with_none, widened
 
 SHRINK = 2.0**-90
 """Brings every float32 number below 2**38, so that sums of squares are finite."""
@@ -74,3 +78,86 @@ def _varying(value: Any, axis_name: Hashable | None) -> tuple[Hashable, ...]:
     """Return those of the mapped axes along which a value varies."""
     names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
     return tuple(name for name in names if name in unstable.varying_axes(value))
+
+
+def masters_of(params: Any, *, low: bool = False) -> Any:
+    """Return float32 copies of the 16-bit parameters, with None for the others; None if no parameter has 16 bits."""
+    masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if is_low(leaf) else None, params)
+    stands_for_params = low and not jax.tree.leaves(params)
+    return masters if jax.tree.leaves(masters) or stands_for_params else None
+
+
+def masters_in(full: Any, masters: Any) -> Any:
+    """Return the new master weights: the leaves of ``full`` that have one; None if there are none."""
+    if masters is None:
+        return None
+    return map_with_none(lambda master, value: None if master is None else value, masters, full)
+
+
+def updates_to(masters: Any, params: Any, updates: Any) -> Any:
+    """Return the float32 updates that take 16-bit parameters to their rounded master weights; others are unchanged."""
+
+    def update_to(master: Any, param: Any, update: Any) -> Any:
+        if master is None:
+            return update
+        return master.astype(param.dtype).astype(jnp.float32) - param.astype(jnp.float32)
+
+    return jax.tree.map(update_to, masters, params, updates, is_leaf=lambda leaf: leaf is None)
+
+
+def zero_updates(grads: Any) -> Any:
+    """Return updates that change no bit of any parameter: -0.0, since adding +0.0 would turn -0.0 into +0.0."""
+    return jax.tree.map(lambda grad: -jnp.zeros_like(grad), widened(grads))
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """Return parameters plus updates, in each parameter's own dtype; a leaf whose update is None is unchanged.
+
+    >>> apply_updates({"w": jnp.ones(1, jnp.float16)}, {"w": jnp.array([0.5])})
+    {'w': Array([1.5], dtype=float16)}
+
+    Unlike ``optax.apply_updates`` it accepts None as an update. Unlike ``equinox.apply_updates`` it keeps a 16-bit
+    parameter in 16 bits when its update is float32.
+    """
+    return map_with_none(
+        lambda update, param: param if update is None else jnp.add(param, update).astype(param.dtype), updates, params
+    )
+
+
+def select(applied: Any, new: Any, old: Any) -> Any:
+    """Return ``new`` if the step was applied, else ``old``: for your own state that a skipped step must not change.
+
+    >>> select(jnp.array(False), {"mean": jnp.ones(1)}, {"mean": jnp.zeros(1)})
+    {'mean': Array([0.], dtype=float32)}
+
+    Args:
+        applied: ``opt_state.last_step.applied``; bool[] or a Python bool.
+        new: pytree of arrays after this step, such as batch-norm statistics.
+        old: the same before it.
+    """
+    return jax.tree.map(lambda one, other: jnp.where(applied, one, other), new, old)
+
+
+_PREFIX = "polyamp: gradient of "
+
+
+def marked_gradients(tree: Any) -> Any:
+    """Return gradients with their names attached if they are traced. The names do not change a compiled program."""
+
+    def named(path: Any, leaf: Any) -> Any:
+        if not is_traced(leaf):
+            return leaf
+        return checkpoint_name(leaf, _PREFIX + name_of(path))  # type: ignore[no-untyped-call]
+
+    return jax.tree_util.tree_map_with_path(named, tree)
+
+
+def name_of(path: Any) -> str:
+    """Return a key path joined by ``/``, without a flax NNX variable's own field; "params" if the path is empty."""
+    name: str = jax.tree_util.keystr(path, simple=True, separator="/")
+    return name.removesuffix("/.value").removesuffix("/value") or "params"
+
+
+def mark_of(name: str) -> str | None:
+    """Return the parameter that a name from `gradients` refers to; None for any other name."""
+    return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else None

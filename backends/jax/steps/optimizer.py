@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from polyamp import verbs
-from polyamp.backends.jax.steps.skipping import apply_updates
+from polyamp.backends.jax.steps.gradients import apply_updates
 from polyamp.backends.jax.steps.step import Skip, Step
 from polyamp.loss_scale import LossScale
 from polyamp.policies import Policy

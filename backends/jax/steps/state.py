@@ -1,14 +1,25 @@
-"""The state of a wrapped optimizer: a pytree of arrays, whose type holds the settings of the loss scale."""
+"""The state of a wrapped optimizer: a pytree of arrays, whose type holds the settings of the loss scale.
+
+It is found in larger pytrees, which are refused if the loss scale cannot work in them. On the host its loss scale is
+read, saved, loaded, and its limits are checked.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from polyamp.backends.jax.graphs.refusals import users_level
+from polyamp.errors import UsageError, warn_once
 from polyamp.loss_scale import TYPES, LossScale, LossScaleState
+from polyamp.loss_scale_reports import report_limits
 from polyamp.result import StepResult
 
 SCALARS = len(LossScaleState._fields)
@@ -105,3 +116,139 @@ def is_state(leaf: object) -> TypeGuard[LossScaleOptState]:
 def holds_state(tree: Any) -> bool:
     """Return whether a pytree holds the state of a wrapped optimizer."""
     return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+
+
+def find_state(holder: Any) -> LossScaleOptState:
+    """Return the one wrapped optimizer's state in a pytree: an optax state, flax ``TrainState`` or ``nnx.Optimizer``.
+
+    >>> find_state({"params": jax.numpy.ones(2)})
+    Traceback (most recent call last):
+    ...
+    polyamp.errors.UsageError: there is no state of a wrapped optimizer in this tree...
+
+    Raises:
+        UsageError: there is none, or more than one; or ``optax.MultiSteps`` accumulates scaled gradients before it.
+    """
+    found: list[LossScaleOptState] = [leaf for leaf in jax.tree.leaves(holder, is_leaf=is_state) if is_state(leaf)]
+    if len(found) == 1:
+        if found[0].settings.check and _accumulates_before(holder):
+            raise _accumulated_unchecked()
+        if found[0].settings.check and (before := _states_before(holder)):
+            warn_once(_SEES_SCALED.format(before), stacklevel=users_level())
+        return found[0]
+    raise UsageError(
+        "there are several states of wrapped optimizers in this tree"
+        if found
+        else "there is no state of a wrapped optimizer in this tree",
+        where="the optimizer state that holds the loss scale",
+        found=f"{len(found)} in {type(holder).__name__}",
+        allowed="one",
+        fix="wrap the outermost optimizer, once: tx = polyamp.wrap_optimizer(optax.chain(...), policy), and pass the "
+        "result of tx.init(params); if several optimizers are wrapped, pass the state of one of them",
+    )
+
+
+def _accumulates_before(holder: Any) -> bool:
+    """Return whether the wrapped optimizer is inside ``optax.MultiSteps``, instead of the other way round."""
+    optax = sys.modules.get("optax")
+    if optax is None:
+        return False
+    nodes = jax.tree.leaves(holder, is_leaf=lambda node: isinstance(node, optax.MultiStepsState | LossScaleOptState))
+    return any(isinstance(node, optax.MultiStepsState) and holds_state(node) for node in nodes)
+
+
+def _states_before(holder: Any) -> str:
+    """Return the names of the states before the wrapped optimizer in ``optax.chain`` or ``named_chain``, if known."""
+    found: list[str] = []
+
+    def look(node: Any) -> bool:
+        states = list(node.values()) if type(node) is OrderedDict else node if type(node) is tuple else ()
+        own = next((index for index, state in enumerate(states) if is_state(state)), 0)
+        found.extend(type(state).__name__ for state in states[:own] if _is_of_optax(state))
+        return is_state(node)
+
+    jax.tree.leaves(holder, is_leaf=look)
+    return ", ".join(dict.fromkeys(found))
+
+
+def _is_of_optax(state: object) -> bool:
+    """Return whether this is the state of one optax transformation."""
+    return isinstance(state, tuple) and type(state).__module__.partition(".")[0] == "optax"
+
+
+_SEES_SCALED = (
+    "a transformation comes before the wrapped optimizer in optax.chain (its state: {}): it gets gradients that are "
+    "still multiplied by the loss scale, so that clipping, noise and weight decay there are wrong. Wrap the whole "
+    "chain, polyamp.wrap_optimizer(optax.chain(...), policy), or clip by its max_grad_norm=."
+)
+
+
+def _accumulated_unchecked() -> UsageError:
+    return UsageError(
+        "gradients are accumulated before they are tested: optax.MultiSteps keeps the NaN of one overflow forever, "
+        "and every later step is skipped",
+        where="the optimizer state that holds the loss scale",
+        found="a wrapped optimizer inside optax.MultiSteps",
+        allowed="optax.MultiSteps inside the wrapped optimizer",
+        fix="polyamp.wrap_optimizer(optax.MultiSteps(tx, every_k_schedule=k), policy)",
+    )
+
+
+def check_limits(holder: Any) -> StepResult:
+    """Return what the last step did; warn or raise if the loss scale cannot help any more.
+
+    A compiled step cannot warn or raise, so the limits ``LossScale(on_min=, max_skips=)`` are checked here: call it
+    outside ``jit``, at each step or now and then. It waits for the device. Steps outside ``jit`` do not need it.
+
+    >>> import optax, polyamp
+    >>> tx = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16")
+    >>> check_limits(tx.init({"w": jnp.ones(2)})).applied
+    True
+
+    Args:
+        holder: a pytree that holds the state of one wrapped optimizer.
+
+    Raises:
+        LossScaleError: too many skipped steps in a row, or an overflow at the smallest scale under ``on_min="raise"``.
+        UsageError: ``holder`` holds no such state, or more than one.
+    """
+    state = find_state(holder)
+    scalars = _on_host(state)
+    report_limits(state.settings, scalars)
+    return StepResult(scalars)
+
+
+def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
+    """Return the settings of the loss scale in a pytree, and its state as Python numbers. Waits for the device."""
+    state = find_state(holder)
+    return state.settings, _on_host(state)
+
+
+def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
+    """Return the same pytree with a loss-scale state that `save_loss_scale` returned, in any framework.
+
+    >>> import optax, polyamp
+    >>> opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2))
+    >>> float(load_loss_scale(opt_state, save_loss_scale(opt_state) | {"scale": 8.0}).loss_scale)
+    8.0
+
+    Raises:
+        StateError: the state is of another kind, lacks fields, or is outside the settings of the wrapped optimizer.
+        UsageError: ``holder`` holds no state of a wrapped optimizer, or more than one.
+    """
+    old = find_state(holder)
+    values = old.settings.from_state_dict(saved)
+    names = old._fields[: len(values)]
+    new = old._replace(
+        **{n: jax.tree.map(_filled_with(v), getattr(old, n)) for n, v in zip(names, values, strict=True)}
+    )
+    return jax.tree.map(lambda leaf: new if is_state(leaf) else leaf, holder, is_leaf=is_state)
+
+
+def _filled_with(value: float) -> Callable[[jax.Array], jax.Array]:
+    return lambda leaf: jnp.full_like(leaf, value, dtype=leaf.dtype)  # keeps shape and devices of a replicated state
+
+
+def _on_host(state: LossScaleOptState) -> LossScaleState:
+    fields = jax.device_get(state.scalars)  # all copies at once
+    return LossScaleState(*(np.asarray(field).flat[0].item() for field in fields))  # the first copy if replicated

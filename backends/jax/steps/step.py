@@ -11,14 +11,19 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from polyamp.backends.jax.casting import widened
-from polyamp.backends.jax.dtypes import is_traced
-from polyamp.backends.jax.steps import marks
-from polyamp.backends.jax.steps.gradients import all_finite, clipped, unscaled
-from polyamp.backends.jax.steps.masters import masters_in, masters_of, updates_to
-from polyamp.backends.jax.steps.skipping import apply_updates, zero_updates
+from polyamp.backends.jax.arrays import is_traced, merged, trainable, widened
+from polyamp.backends.jax.steps import gradients
+from polyamp.backends.jax.steps.gradients import (
+    all_finite,
+    apply_updates,
+    clipped,
+    masters_in,
+    masters_of,
+    unscaled,
+    updates_to,
+    zero_updates,
+)
 from polyamp.backends.jax.steps.state import LossScaleOptState, holds_state, initial_scalars, state_type
-from polyamp.backends.jax.trees import merged, trainable
 from polyamp.errors import InvalidValueError, StateError, UsageError
 from polyamp.loss_scale import LossScale, advance, on_host
 from polyamp.loss_scale_reports import report_limits
@@ -109,7 +114,7 @@ class Step:
                 found="params=None",
                 fix="pass the parameters",
             )
-        return marks.gradients(trainable(grads)), None if params is None else trainable(params)
+        return gradients.marked_gradients(trainable(grads)), None if params is None else trainable(params)
 
     def _finite(self, grads: Any) -> Any:
         if not self.settings.check:
@@ -172,7 +177,7 @@ def _naming_trees(grads: Any, params: Any) -> Iterator[None]:
 
 
 def _difference(grads: Any, params: Any) -> str:
-    own, wanted = ([marks.name_of(path) for path, _ in jax.tree.leaves_with_path(tree)] for tree in (grads, params))
+    own, wanted = ([gradients.name_of(path) for path, _ in jax.tree.leaves_with_path(tree)] for tree in (grads, params))
     parts = {"no gradient of": set(wanted) - set(own), "a gradient of": set(own) - set(wanted)}
     return "; ".join(f"{what} {', '.join(sorted(names))}" for what, names in parts.items() if names)
 

@@ -8,13 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyamp.backends.jax.autocast.function import in_float32, run_autocasted
-from polyamp.backends.jax.dtypes import is_array, is_traced
+from polyamp.backends.jax.arrays import is_array, is_traced
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
+from polyamp.backends.jax.graphs.rewrite import in_float32, run_autocasted
 from polyamp.backends.jax.modules import NnxArguments, model_of
-from polyamp.backends.jax.steps.finding import find_state
 from polyamp.backends.jax.steps.gradients import all_finite
-from polyamp.backends.jax.steps.state import LossScaleOptState
+from polyamp.backends.jax.steps.state import LossScaleOptState, find_state
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.loss_scale import LossScale
 from polyamp.loss_scale_reports import report_nonfinite_loss

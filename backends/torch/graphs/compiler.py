@@ -11,12 +11,11 @@ from torch.fx import Graph, GraphModule, Node
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.graphs import between
-from polyamp.backends.torch.graphs.attributes import Attributes
 from polyamp.backends.torch.graphs.decisions import Pass
-from polyamp.backends.torch.graphs.expansion import expand
-from polyamp.backends.torch.graphs.program import check_no_autocast
+from polyamp.backends.torch.graphs.program import check_no_autocast, expand
 from polyamp.backends.torch.graphs.rewrite import usable
 from polyamp.backends.torch.graphs.values import Known, constant_of, known_value, map_known
+from polyamp.backends.torch.graphs.writing import Attributes
 from polyamp.deciding import Decider
 from polyamp.errors import InvalidTypeError, InvalidValueError
 from polyamp.policies import Policy

@@ -23,13 +23,18 @@ from torch.fx.node import map_arg
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.dtypes import DTYPES
-from polyamp.backends.torch.graphs import inner
-from polyamp.backends.torch.graphs.aliases import Aliases
-from polyamp.backends.torch.graphs.attributes import Attributes
-from polyamp.backends.torch.graphs.inner import AS_IT_IS, Manner
-from polyamp.backends.torch.graphs.nodes import addend_of, line_near, native_name, operands_of, operation_of, path_of
+from polyamp.backends.torch.graphs import writing
+from polyamp.backends.torch.graphs.nodes import (
+    Aliases,
+    Sameness,
+    addend_of,
+    line_near,
+    native_name,
+    operands_of,
+    operation_of,
+    path_of,
+)
 from polyamp.backends.torch.graphs.planning import PlanBuilder
-from polyamp.backends.torch.graphs.sameness import Sameness
 from polyamp.backends.torch.graphs.values import (
     Known,
     dtypes_of,
@@ -46,7 +51,7 @@ from polyamp.backends.torch.graphs.values import (
     tensors_of,
     value_of,
 )
-from polyamp.backends.torch.graphs.writing import Writing, may_exceed
+from polyamp.backends.torch.graphs.writing import AS_IT_IS, Attributes, Manner, Writing, may_exceed
 from polyamp.deciding import Decider
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN, NO_FLOATS, WEAK, Flow, Value
@@ -228,14 +233,14 @@ class Pass:
         outcome = self._apply_rule(node, operation, decision, floating)
         if outcome.format == AS_WRITTEN:
             return outcome, self._write(node, AS_IT_IS, outcome.output)
-        how = inner.manner(node, operation, decision, outcome, floating, self._low)
+        how = writing.manner(node, operation, decision, outcome, floating, self._low)
         try:
             known = self._write(node, how, outcome.output, outcome.anew)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             refusal = f"{native_name(node)} does not run in {outcome.format}: {str(error).partition(chr(10))[0]}"
         else:
             self._again[node] = self._new.records
-            return outcome, known._replace(value=inner.of_results(operation, known.value, known.fake))
+            return outcome, known._replace(value=writing.of_results(operation, known.value, known.fake))
         self.decider.refuse(refusal, decision)
         return Flow(AS_WRITTEN, WEAK, refusal), self._write(node, AS_IT_IS, WEAK)
 
@@ -245,7 +250,7 @@ class Pass:
         """Write a node with its inputs cast to the wanted dtypes, and return the facts about its result."""
         used, addend = node.all_input_nodes, addend_of(node)
         wanted = dict.fromkeys(how.cast, how.dtype)
-        if addend in wanted and inner.takes_wide_mask(node) and self.known[addend].fake.dtype == torch.float32:
+        if addend in wanted and writing.takes_wide_mask(node) and self.known[addend].fake.dtype == torch.float32:
             del wanted[addend]
         fakes = {one: fake_as(self.known[one], wanted.get(one), self._new.mode) for one in used}
         example = node.meta.get("example_value")

@@ -1,16 +1,36 @@
-"""`explain`: the plan of a rewritten module, or of one run under autocast."""
+"""`explain`: the plan of a rewritten module, or of one run under autocast, which is recorded."""
 
 from __future__ import annotations
 
+import functools
+import gc
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any
 
-from polyamp.backends.torch.graphs.capture import root_of
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from polyamp.backends.torch import unstable
+from polyamp.backends.torch.autocast.behaviours import native_classes
+from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
+from polyamp.backends.torch.casting import leaves
+from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
+from polyamp.backends.torch.graphs.capture import put_together, root_of, taken_apart
+from polyamp.backends.torch.graphs.planning import SavedBytes
 from polyamp.backends.torch.graphs.program import Program, check_no_autocast
-from polyamp.backends.torch.graphs.rewrite import checked, usable
+from polyamp.backends.torch.graphs.rewrite import checked, rewrite, usable
+from polyamp.backends.torch.recording.mode import Operator, Watcher, operator_of
+from polyamp.backends.torch.recording.record import Run
+from polyamp.backends.torch.recording.widening import tensors
+from polyamp.backends.torch.user_code import users_line
 from polyamp.errors import InvalidValueError, PolyampError
-from polyamp.plan import Plan
+from polyamp.flow import AS_WRITTEN, NO_FLOATS
+from polyamp.plan import Plan, PlannedOperation
 from polyamp.policies import Policy
+from polyamp.rules import TABLE, Decision, unused
 
 
 def explain(
@@ -51,7 +71,7 @@ def explain(
     if engine not in (None, *ENGINES):
         raise _no_engine(engine)
     if engine == "autocast":
-        return _recorded(fn, inputs, kwargs, chosen)
+        return recorded(fn, inputs, kwargs, chosen)
     check_no_autocast()
     try:
         return captured_plan(fn, inputs, kwargs, chosen)
@@ -68,18 +88,12 @@ def captured_plan(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[s
     return Program(fn, policy, args, kwargs, root=root_of(fn)).plan
 
 
-def _recorded(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, why: str = "") -> Plan:
-    from polyamp.backends.torch.graphs.recorded import recorded  # training does not need it
-
-    return recorded(fn, args, kwargs, policy, why=why)
-
-
 def _recorded_instead(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, error: PolyampError
 ) -> Plan:
     """Return the plan of a recorded run, or raise the error of the capture if it does not run either."""
     try:
-        plan = _recorded(fn, args, kwargs, policy, why=str(error).partition("\n")[0])
+        plan = recorded(fn, args, kwargs, policy, why=str(error).partition("\n")[0])
     except InvalidValueError:
         raise error from None
     if not plan.operations:
@@ -95,3 +109,211 @@ def _no_engine(engine: object) -> InvalidValueError:
         allowed=", ".join(ENGINES),
         fix='leave it out, or use engine="autocast" for a plan of polyamp.autocast',
     )
+
+
+def rewritten_for(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Any:
+    """Return a module as a graph with explicit casts; see `polyamp.backends.torch.rewrite`."""
+    return rewrite(fn, *args, policy=policy, **kwargs)
+
+
+def planned(
+    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, *, engine: str | None = None
+) -> Plan:
+    """Return the plan of a module; see `polyamp.backends.torch.explain`."""
+    return explain(fn, *args, policy=policy, engine=engine, **kwargs)
+
+
+def recorded(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, *, why: str = ""
+) -> Plan:
+    """Run a function once under `polyamp.autocast`, and return the format of every operation of its forward pass."""
+    # It runs on tensors without data if its code allows that. Otherwise it really runs; afterwards parameters, buffers,
+    # gradients, modes and random states are restored.
+    try:
+        explainer = _ran(fn, args, kwargs, policy)
+    except Exception as error:
+        raise InvalidValueError(
+            "the function does not run with these arguments",
+            where=getattr(fn, "__name__", type(fn).__name__),
+            found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            fix="use example arguments for which the call works without polyamp",
+        ) from error
+    operations, saved = tuple(explainer.operations), explainer.saved.total
+    engine = f"autocast, recorded: {why}" if why else "autocast"
+    return Plan(str(policy), operations, saved, unused_rules=explainer.unused, engine=engine)
+
+
+def _ran(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> _Explainer:
+    try:
+        return _run_on_fakes(fn, args, kwargs, policy)
+    except Exception:  # its code reads values, or an operator has no kernel for tensors without data
+        return _run_really(fn, args, kwargs, policy)
+
+
+def _run_on_fakes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> _Explainer:
+    mode = unstable.fake_mode_for(
+        [*leaves((args, dict(kwargs))), *Run(fn, tuple(args), kwargs, policy, False).reach.parameters()]
+    )
+
+    def fake(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or unstable.fake_mode_of([leaf]):
+            return leaf
+        return unstable.on_a_device(leaf, DEVICE_TYPES[-1], mode) if leaf.is_meta else mode.from_tensor(leaf)
+
+    fakes, named = _copied((args, dict(kwargs)), fake)
+    run = Run(fn, tuple(fakes), named, policy, False)
+    with run.undone(), unstable.quietly():
+        for module in (part for root in run.reach.modules() for part in root.modules()):
+            for held in (module._parameters, module._buffers):
+                held.update({name: fake(value) for name, value in held.items()})
+        explainer = _Explainer(run, policy)
+        try:
+            return _follow(explainer, run, mode)
+        finally:
+            _drop_from_caches([one for one in (made() for made in explainer.made) if one is not None])
+
+
+def _drop_from_caches(left: Sequence[Tensor]) -> None:
+    """Clear the caches of functions that kept fakes: they would return them in later calls."""
+    level: list[Any] = list(left)
+    for _ in range(4 if level else 0):  # a function's result, its entry, a list or dictionary, the cache
+        level = [one for one in gc.get_referrers(*level) if one is not level and not isinstance(one, FrameType)]
+        for cache in level:
+            if isinstance(cache, functools._lru_cache_wrapper):
+                cache.cache_clear()
+
+
+def _run_really(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> _Explainer:
+    copied, named = _copied((args, dict(kwargs)), lambda leaf: leaf)
+    run = Run(fn, tuple(copied), named, policy, False)
+    with run.undone():
+        return _follow(_Explainer(run, policy), run, nullcontext())
+
+
+def _copied(tree: Any, fn: Callable[[Any], Any]) -> Any:
+    """Apply ``fn`` to the tensors of arguments, and copy objects that the code may change, such as caches."""
+
+    def copy_of(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return fn(leaf)
+        taken = taken_apart(leaf) if hasattr(leaf, "__dict__") and not callable(leaf) else None
+        return leaf if taken is None else put_together(taken, [fn(one) for one in taken.tensors])
+
+    return pytree.tree_map(copy_of, tree)
+
+
+def _follow(explainer: _Explainer, run: Run, mode: AbstractContextManager[Any]) -> _Explainer:
+    try:
+        with mode, explainer.saved.counted():
+            run.forward(explainer, lambda leaf, grad: None)
+    finally:
+        explainer.alive.clear()
+    return explainer
+
+
+class _Explainer(Watcher):  # type: ignore[no-untyped-call]
+    """Records the operations of a forward pass."""
+
+    def __init__(self, run: Run, policy: Policy) -> None:
+        super().__init__(False, run.changes)
+        self._run = lambda op, args, kwargs: op(*args, **kwargs)
+        self.operations: list[PlannedOperation] = []
+        self.saved = SavedBytes()
+        self._policy, self._tracker = policy, run.tracker
+        self.made: list[weakref.ref[Tensor]] = []
+        self._seen: dict[tuple[str, str], None] = {}
+        self._casts: dict[int, tuple[int, int]] = {}  # bytes of casts that no operation has used yet, by memory
+        self.alive: list[Tensor] = []
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The patterns of the policy's own rules that matched nothing."""
+        return tuple(rule.pattern for rule in unused(self._policy.own_rules, self._seen))
+
+    def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
+        """Record an operation; note a cast for the operation that uses it."""
+        operator, results = operator_of(op), list(tensors([out]))
+        self.made += map(weakref.ref, results)
+        if unstable.running_node() is not None or not results or op.namespace == "prim" or operator.native == "detach":
+            return
+        given = list(tensors(args))
+        if operator.native == "_to_copy" and _crosses(given[0], results[0]):
+            self._note_cast(results[0], _bytes(given), _bytes(results))
+        elif op.is_view:
+            self._pass_on(given, results)
+        else:
+            self._add(operator, given, results)
+
+    def _note_cast(self, made: Tensor, before: int, after: int) -> None:
+        memory = unstable.storage_of(made)
+        if memory is not None:
+            self._casts[memory] = before, after
+            self.alive.append(made)
+
+    def _pass_on(self, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        """Note a cast again for a view of its result, since a view of fakes may have another memory number."""
+        casts = [self._casts.pop(key) for key in map(unstable.storage_of, given) if key in self._casts]
+        for cast in casts[:1]:
+            self._note_cast(results[0], *cast)
+
+    def _add(self, operator: Operator, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        path, format_name = self._tracker.path.replace("/", "."), _format_of(given, results)
+        self._seen[operator.name, path] = None
+        decision = self._policy.decide(operator.name, path)
+        if decision.op_class == "keep":
+            format_name = AS_WRITTEN
+        used = {key for key in map(unstable.storage_of, given) if key in self._casts}
+        casts = [self._casts.pop(key) for key in used if key is not None]
+        self.operations.append(
+            PlannedOperation(
+                operator.name,
+                operator.native,
+                f"{path} {users_line()}".strip(),
+                decision.op_class,
+                format_name,
+                _reason(operator.name, decision, format_name, results[0].device.type, self._policy),
+                casts=len(casts),
+                bytes_cast=sum(before for before, _ in casts),
+                bytes_moved=_bytes([*given, *results]) + sum(map(sum, casts)),
+                bytes_moved_float32=_bytes([*given, *results], wide=True),
+            )
+        )
+
+
+def _reason(name: str, decision: Decision, format_name: str, device_type: str, policy: Policy) -> str:
+    """Return why an operation ran in a format: the rule or list that asks for it, or its inputs."""
+    if format_name == AS_WRITTEN:
+        return decision.reason if decision.op_class == "keep" else NO_FLOATS
+    wanted = {"lower": policy.compute, "full": "float32"}
+    if decision.reason != TABLE:
+        agrees = wanted.get(decision.op_class, format_name) == format_name
+        return decision.reason if agrees else f"{decision.reason} has no effect here"
+    known = native_classes(device_type, DTYPES[policy.compute]) if device_type in DEVICE_TYPES else {}
+    listed = known.get(name, frozenset())
+    asked = next((one for one in ("lower", "full") if one in listed and wanted[one] == format_name), None)
+    if asked is not None:
+        return TABLE if asked == decision.op_class else f"native autocast's list for {device_type}"
+    if decision.op_class == "inner":
+        return "inner, which native autocast runs in the format of its inputs"
+    if "promote" in listed or decision.op_class == "promote":
+        return "the widest of its inputs"
+    if decision.op_class in wanted and not listed:
+        return f"not in native autocast's list for {device_type}"
+    return "the format of its inputs"
+
+
+def _format_of(given: Sequence[Tensor], results: Sequence[Tensor]) -> str:
+    """Return the dtype of the floating results; without any, that of the floating arguments."""
+    floating = [one.dtype for one in (*results, *given) if one.is_floating_point() or one.is_complex()]
+    return str(floating[0]).removeprefix("torch.") if floating else AS_WRITTEN
+
+
+def _crosses(before: Tensor, after: Tensor) -> bool:
+    floating = before.is_floating_point() and after.is_floating_point()
+    return floating and before.dtype != after.dtype and not SIXTEEN_BIT.isdisjoint((before.dtype, after.dtype))
+
+
+def _bytes(given: Sequence[Tensor], *, wide: bool = False) -> int:
+    """Return the size of tensors; if ``wide``, as if 16-bit ones were float32."""
+    sizes = ((4 if wide and one.dtype in SIXTEEN_BIT else one.dtype.itemsize, one) for one in given)
+    return sum(size * unstable.hint(one.numel()) for size, one in sizes)

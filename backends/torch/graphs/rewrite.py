@@ -13,9 +13,9 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.graphs.attributes import HOLDER
 from polyamp.backends.torch.graphs.capture import root_of
 from polyamp.backends.torch.graphs.program import Program, check_no_autocast, mode_of
+from polyamp.backends.torch.graphs.writing import HOLDER
 from polyamp.backends.torch.user_code import users_level
 from polyamp.deciding import Decider
 from polyamp.errors import InvalidTypeError, UsageError, warn_once

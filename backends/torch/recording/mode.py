@@ -5,21 +5,140 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from polyamp.backends.torch import unstable
+from polyamp.backends.torch.autocast.behaviours import class_name
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.operations import canonical
 from polyamp.backends.torch.recording import widening
 from polyamp.backends.torch.recording.changes import Changes
-from polyamp.backends.torch.recording.counting import Counts
-from polyamp.backends.torch.recording.operators import Operator, operator_of
+from polyamp.backends.torch.recording.widening import values_of
 from polyamp.backends.torch.tracking import Tracker
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Kind
+from polyamp.diagnosis.spread import FIELDS, Spread, stride
+from polyamp.operations import OPERATIONS
 from polyamp.policies import Policy
 from polyamp.rules import decide
+
+
+class Operator(NamedTuple):
+    """Facts about an aten operator."""
+
+    native: str  # its name, without the overload
+    name: str  # its canonical name; for an operator of the user, the name of the operator
+    moves: bool  # whether it only moves or selects values
+    keeps: bool  # whether it moves all values and drops none, like a view, a copy or a cast
+    computes: bool  # whether its results are recorded
+    values: int  # how many of its results are recorded; the others are statistics for the backward pass
+
+
+@cache
+def operator_of(op: Any) -> Operator:
+    """Return the facts about an operator."""
+    is_aten = op.name().startswith("aten::")
+    native = op.name().partition(".")[0].removeprefix("aten::")
+    base = native.removeprefix("_foreach_").removesuffix("_")
+    name = canonical(base) if is_aten else None
+    op_class = OPERATIONS[name].op_class if name else ""
+    keeps = op.is_view or name in _KEEPS or (is_aten and base in _MOVES)
+    moves = keeps or op_class == "neutral"
+    values = _VALUES.get(native, 1 if name in _ONE_VALUE and "backward" not in native else _ALL)
+    return Operator(native, name or class_name(op.name()), moves, keeps, not moves and op_class != "keep", values)
+
+
+_ALL = 1000
+_KEEPS = {"cast", "reshape", "transpose", "identity", "flip", "roll"}
+_ONE_VALUE = {"layer_norm", "group_norm", "batch_norm", "rms_norm", "attention", "nll_loss", "ctc_loss"}
+_VALUES = {"_thnn_fused_lstm_cell": 2, "_thnn_fused_gru_cell": 1, "mkldnn_rnn_layer": 3, "_cudnn_rnn": 3}
+
+# Operators that move values or allocate memory and have no canonical name, since users do not call them.
+_MOVING = """
+copy resize resize_as set lift lift_fresh_copy _lazy_clone unsafe_split_with_sizes empty_strided empty_permuted
+new_empty_strided _new_zeros_with_same_feature_meta _pin_memory _to_dense _to_sparse _coalesce _coalesced _values values
+sparse_mask to_mkldnn _pack_padded_sequence _nested_get_values _nested_view_from_buffer _nested_view_from_jagged
+_unsafe_masked_index
+"""
+_MOVES = frozenset(_MOVING.split())
+
+
+class Counts:
+    """The counts of each tensor of a step."""
+
+    def __init__(self) -> None:
+        self._rows: list[Tensor] = []
+        self._sizes: list[tuple[int, int]] = []
+
+    def add(self, tensor: Tensor) -> int:
+        """Count a floating-point tensor's elements; for a distributed tensor, those of this rank."""
+        magnitudes = _flat(tensor).abs()
+        sample = magnitudes[:: stride(magnitudes.numel())].contiguous()
+        self._rows.append(_row(magnitudes, sample))
+        self._sizes.append((magnitudes.numel(), sample.numel()))
+        return len(self._rows) - 1
+
+    def spreads(self) -> list[Spread]:
+        """Return all spreads. Waits for each device once."""
+        devices = {row.device for row in self._rows}
+        rows: list[list[float]] = [[]] * len(self._rows)
+        for device in devices:
+            places = [place for place, row in enumerate(self._rows) if row.device == device]
+            found = torch.stack([self._rows[place] for place in places]).tolist()
+            for place, row in zip(places, found, strict=True):
+                rows[place] = row
+        return [_spread(*size, row) for size, row in zip(self._sizes, rows, strict=True)]
+
+
+def _spread(elements: int, seen: int, row: list[float]) -> Spread:
+    zeros, inf, nan, largest = row[2 * FIELDS :]
+    return Spread.of_fields(
+        elements, seen, int(zeros), int(inf), int(nan), largest, row[:FIELDS], row[FIELDS : 2 * FIELDS]
+    )
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Return the elements in float32, in memory order if they fill their memory: flattening could copy."""
+    tensor = values_of(tensor).detach()
+    if tensor.is_sparse:
+        tensor = tensor.coalesce().values()
+    values = tensor.float()
+    if values.numel() == _extent(values):
+        return values.as_strided((values.numel(),), (1,))
+    return values.reshape(-1)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the number of elements from the first to the last one, in memory."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * step for size, step in steps)
+
+
+def _row(magnitudes: Tensor, sample: Tensor) -> Tensor:
+    fields = sample.view(torch.int32) >> 23  # the sign bit is 0
+    zeros = sample.numel() - sample.count_nonzero()
+    extremes = torch.stack([one.double() for one in (zeros, *_extremes(magnitudes))])
+    return torch.cat([_histogram(fields, None).double(), _histogram(fields, sample).double(), extremes])
+
+
+def _histogram(fields: Tensor, weights: Tensor | None) -> Tensor:
+    if fields.device.type == "cpu":
+        return torch.bincount(fields, weights, FIELDS)
+    added = torch.ones_like(fields) if weights is None else weights  # bincount would wait for the device
+    return torch.zeros(FIELDS, dtype=added.dtype, device=added.device).index_add_(0, fields, added)
+
+
+def _extremes(magnitudes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the number of infinite elements, the number of NaN, and the largest finite element."""
+    largest = magnitudes.amax()
+    if largest.device.type == "cpu" and math.isfinite(largest):
+        none = torch.zeros(())
+        return none, none, largest
+    finite = torch.where(magnitudes.isfinite(), magnitudes, 0.0)
+    return magnitudes.isinf().sum(), magnitudes.isnan().sum(), finite.amax()
 
 
 class Row(NamedTuple):

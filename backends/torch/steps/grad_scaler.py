@@ -26,7 +26,7 @@ from torch.amp.grad_scaler import OptState
 from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.kernels.control import on_device, where
-from polyamp.backends.torch.recording.hooks import is_recorded, update_begins
+from polyamp.backends.torch.recording.reach import is_recorded, update_begins
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.overflow import Overflow, describe, find, named, names_of

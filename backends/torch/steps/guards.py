@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.autocast.context import LAST
-from polyamp.backends.torch.recording.hooks import is_recorded
+from polyamp.backends.torch.recording.reach import is_recorded
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
 from polyamp.backends.torch.unstable import before_clipping

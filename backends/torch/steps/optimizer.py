@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.autocast.context import LAST
-from polyamp.backends.torch.recording.hooks import update_begins
+from polyamp.backends.torch.recording.reach import update_begins
 from polyamp.backends.torch.sharding import check_groups
 from polyamp.backends.torch.steps import checkpoints, overflow, refusals, saving
 from polyamp.backends.torch.steps.fused import FusedStep

@@ -26,7 +26,7 @@ from polyamp.backends.torch.kernels.control import (
     unpack,
     where,
 )
-from polyamp.backends.torch.recording.hooks import is_recorded
+from polyamp.backends.torch.recording.reach import is_recorded
 from polyamp.backends.torch.steps import refusals
 from polyamp.errors import InvalidTypeError
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host

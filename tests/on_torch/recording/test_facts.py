@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import polyamp
 from polyamp.backends.torch import adapter
-from polyamp.backends.torch.recording.counting import Counts
+from polyamp.backends.torch.recording.mode import Counts
 from polyamp.backends.torch.recording.reach import Reach
 from polyamp.backends.torch.recording.widening import Widened
 from polyamp.diagnosis.facts import ClassLoss, Facts, Product

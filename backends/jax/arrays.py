@@ -1,7 +1,8 @@
-"""JAX's dtypes for the core's formats, and tests of a pytree's leaves."""
+"""Arrays and pytrees of them: JAX's dtypes for the core's formats, tests of leaves, casts, leaves that are None."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import jax
@@ -59,3 +60,49 @@ def is_low(leaf: object) -> TypeGuard[Any]:
 def is_traced(value: object) -> bool:
     """Return whether a value is being traced and so has no number yet."""
     return isinstance(value, jax.core.Tracer)
+
+
+def cast(tree: Any, format_name: str) -> Any:
+    """Return a pytree with its floating-point arrays in a format and all other leaves unchanged. No host sync.
+
+    >>> cast({"w": jnp.ones(2), "n": jnp.arange(2), "p": 0.5}, "float16")["w"].dtype
+    dtype('float16')
+
+    Args:
+        tree: any pytree; NumPy arrays stay NumPy arrays, and a ``jax.ShapeDtypeStruct`` stays one.
+        format_name: a format of `polyamp.formats.FORMATS`.
+
+    Raises:
+        InvalidValueError: the format is unknown, or it is float64 and JAX has float64 disabled.
+    """
+    dtype = dtype_of(format_name)
+    return jax.tree.map(lambda leaf: _as(leaf, dtype) if is_floating(leaf) else leaf, tree)
+
+
+def widened(tree: Any) -> Any:
+    """Return a pytree with its 16-bit arrays in float32."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if is_low(leaf) else leaf, tree)
+
+
+def _as(leaf: Any, dtype: np.dtype[Any]) -> Any:
+    if leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)  # type: ignore[no-untyped-call]
+    with np.errstate(over="ignore"):  # beyond the format's range the result is inf, as in IEEE 754
+        return leaf.astype(dtype)
+
+
+def trainable(tree: Any) -> Any:
+    """Return a pytree with None for every leaf that cannot have a gradient, as ``equinox.filter`` does."""
+    return jax.tree.map(lambda leaf: leaf if is_trainable(leaf) else None, tree)
+
+
+def merged(first: Any, second: Any) -> Any:
+    """Return the leaves of ``first``, and those of ``second`` where ``first`` has None."""
+    return map_with_none(lambda one, other: other if one is None else one, first, second)
+
+
+def map_with_none(function: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
+    """Map a function over the leaves of two pytrees; None in the first one is a leaf."""
+    return jax.tree.map(function, first, second, is_leaf=lambda leaf: leaf is None)

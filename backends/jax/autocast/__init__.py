@@ -1,1 +1,0 @@
-"""Autocast of functions."""

@@ -1,0 +1,312 @@
+"""Handlers of primitives that hold a program: calls (``jit``, ``checkpoint``, ``shard_map``), ``cond``, and loops.
+
+JAX compiles a jitted function once, however often it is called, because every call holds the same jaxpr. If we ran a
+block of 24 calls again equation by equation, JAX would trace and compile 24 blocks. So a jaxpr that is called more than
+once is rewritten for the formats of its arguments, and all calls with these formats hold the one rewritten jaxpr.
+
+For example, the output of a block goes straight into the next block. The first block gets float32 data, and the others
+get 16 bits, which would take two rewritten functions. The output is then passed on in float32, which loses nothing, and
+one function is enough.
+
+A loop carries float32 values in float32: errors of 16 bits would add up over its iterations. This holds for cell
+states, for the sums of gradients in the transposed loop, and for the iterates of solvers. A value that every iteration
+computes again in 16 bits, such as the hidden state of ``tanh(h @ w + x)``, does not add up and is carried in 16 bits.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import jax
+from jax import lax
+
+from polyamp.backends.jax import unstable
+from polyamp.backends.jax.graphs import recipes
+from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, held_as_declared
+from polyamp.backends.jax.graphs.run import Run
+from polyamp.deciding import Decider
+from polyamp.flow import CARRIED, Value
+
+
+def jit(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Run the equations in place of the call, or call a rewritten function if it is called several times."""
+    # A call that places or donates its arguments stays, and so do the types of its arguments and results.
+    if unstable.is_plain_jit(equation.params):
+        called = equation.params["jaxpr"]
+        if not run.repeats.is_repeated(called):
+            return run.run(called, cells, path)
+        results = _call_rewritten(run, equation, cells, path)
+        recipes.note_call(results, lambda: run.run(called, cells, path))
+        return results
+    inner = held_as_declared(cells)
+    outputs: list[Cell] = []
+
+    def body(*arrays: Any) -> list[Any]:
+        outputs[:] = held_as_declared(run.run(equation.params["jaxpr"], around(inner, arrays), path))
+        return [cell.array for cell in outputs]
+
+    jaxpr = unstable.traced(body, *(cell.array for cell in inner))
+    results = unstable.bound(equation, [cell.array for cell in inner], {**equation.params, "jaxpr": jaxpr})
+    return around(outputs, results)
+
+
+def closed_call(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Run the equations in place of the call."""
+    return run.run(equation.params["call_jaxpr"], cells, path)
+
+
+def forward_rule(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Run the forward rule of a custom derivative with ``optimize_remat`` in its place."""
+    return run.run(equation.params["fwd_jaxpr"], cells, path)
+
+
+def remat(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Trace the function again and bind it with all its settings: nothing else can set ``differentiated``."""
+    trace = Traced(run, equation.params["jaxpr"], cells, path)
+    jaxpr, constants = unstable.without_constants(trace.closed)
+    results = unstable.bound(equation, [*constants, *trace.arrays], {**equation.params, "jaxpr": jaxpr})
+    return around(trace.outputs, results)
+
+
+def shard_map(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Map the function over the same axes again."""
+    params = equation.params
+
+    def body(*own: Cell) -> tuple[Cell, ...]:
+        return tuple(run.run(params["jaxpr"], [cell.within() for cell in own], path))
+
+    mapped = jax.shard_map(
+        body,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=unstable.manual_axes(params),
+        check_vma=params["check_vma"],
+    )
+    return list(mapped(*cells))
+
+
+class _Rewritten(NamedTuple):
+    """A rewritten jaxpr with its formats."""
+
+    closed: Any  # the jaxpr
+    outputs: list[Cell]  # models of its results
+    decider: Decider  # the decisions in it, and the findings to report
+
+
+_KNOWN: WeakKeyDictionary[Any, dict[Any, _Rewritten]] = WeakKeyDictionary()
+
+
+def _call_rewritten(run: Run, equation: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
+    rewritten = _rewritten(run, equation.params["jaxpr"], cells, path)
+    run.decider.take_over(rewritten.decider)
+    arrays = [cell.array for cell in cells]
+    results = unstable.bound(equation, arrays, {**equation.params, "jaxpr": rewritten.closed})
+    return around(rewritten.outputs, results)
+
+
+def _rewritten(run: Run, closed: Any, cells: Sequence[Cell], path: str) -> _Rewritten:
+    """Return the jaxpr rewritten for arguments in these formats."""
+    known = _KNOWN.setdefault(closed, {})
+    key = (run.policy, run.is_looped, run.place(path), tuple(cell.format for cell in cells), _equal(cells))
+    if key not in known:
+        known[key] = _like_one_of(known, _rewrite(run, closed, cells, path, frozenset()))
+    held = frozenset(
+        (output, cells[own].value)
+        for output, own in run.repeats.links(closed)
+        if known[key].outputs[output].value.state == "low" and _is_float32_as_declared(cells[own])
+    )
+    if held and (key, held) not in known:
+        known[key, held] = _like_one_of(known, _rewrite(run, closed, cells, path, held))
+    return known[key, held] if held else known[key]
+
+
+def _rewrite(run: Run, closed: Any, cells: Sequence[Cell], path: str, held: frozenset[tuple[int, Value]]) -> _Rewritten:
+    """Rewrite a jaxpr for arguments in these formats. The outputs in ``held`` return in their declared dtypes."""
+    outputs: list[Cell] = []
+    own, values = run.apart(), dict(sorted(held))
+
+    def body(*arrays: Any) -> list[Any]:
+        found = own.run(closed, around(cells, arrays), path)
+        outputs[:] = [cell.declared_as(values[at]) if at in values else cell for at, cell in enumerate(found)]
+        return [cell.array for cell in outputs]
+
+    jaxpr = unstable.traced(body, *(cell.array for cell in cells))
+    return _Rewritten(jaxpr, around(outputs, unstable.specs_of_results(jaxpr)), own.decider)
+
+
+def _like_one_of(known: dict[Any, _Rewritten], new: _Rewritten) -> _Rewritten:
+    """Return an earlier jaxpr if it is the same program with the same formats, else the new one."""
+    text = unstable.text_of(new.closed)
+    return next((old for old in known.values() if text and _is_same(old, new, text)), new)
+
+
+def _is_same(old: _Rewritten, new: _Rewritten, text: str) -> bool:
+    outputs = ([(cell.format, cell.shared) for cell in one.outputs] for one in (old, new))
+    return operator.eq(*outputs) and unstable.text_of(old.closed) == text
+
+
+def _equal(cells: Sequence[Cell]) -> tuple[int, ...]:
+    """Return for each argument the index of the first one with the same numbers."""
+    first: dict[Any, int] = {}
+    return tuple(first.setdefault(cell.same, place) for place, cell in enumerate(cells))
+
+
+def _is_float32_as_declared(cell: Cell) -> bool:
+    """Return whether a value is float32 only by its declaration."""
+    return cell.dtype == cell.declared == FLOAT32 and cell.value.state in ("weak", "input")
+
+
+class Traced:
+    """A program traced with the formats that its arguments have now."""
+
+    def __init__(self, run: Run, closed: Any, cells: Sequence[Cell], path: str) -> None:
+        self.arrays = [cell.array for cell in cells]
+        self.outputs: list[Cell] = []
+
+        def body(*arrays: Any) -> list[Any]:
+            self.outputs = run.run(closed, around(cells, arrays), path)
+            return [cell.array for cell in self.outputs]
+
+        self.closed = unstable.traced(body, *self.arrays)
+
+    def ending_in(self, targets: Sequence[Cell]) -> Callable[..., list[Any]]:
+        """Return a function that runs the program and casts its outputs to the targets' dtypes."""
+
+        def run(*arrays: Any) -> list[Any]:
+            jaxpr, constants = unstable.opened(self.closed)
+            results = around(self.outputs, jax.core.eval_jaxpr(jaxpr, constants, *arrays))
+            return [cell.cast(target.dtype) for cell, target in zip(results, targets, strict=True)]
+
+        return run
+
+
+def cond(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Trace every branch first. An output is low if it is low in all of them."""
+    index, *operands = cells
+    traces = [Traced(run, branch, operands, path) for branch in equation.params["branches"]]
+    joined = [_join(outputs) for outputs in zip(*(trace.outputs for trace in traces), strict=True)]
+    branches = [trace.ending_in(joined) for trace in traces]
+    if len(branches) == 2:
+        results = lax.cond(index.array, branches[1], branches[0], *traces[0].arrays)
+    else:
+        results = lax.switch(index.array, branches, *traces[0].arrays)
+    return around(joined, results)
+
+
+def _join(outputs: tuple[Cell, ...]) -> Cell:
+    """Return the model of one output of all branches: in their common format, else in its declared dtype."""
+    ranks = ["strong", "other", "input", "weak", "low"]
+    first = min(outputs, key=lambda cell: ranks.index(cell.value.state))
+    dtype = first.dtype if all(cell.dtype == first.dtype for cell in outputs) else first.declared
+    return Cell(first.array, dtype, first.declared, first.value, shared=True)
+
+
+def scan(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Run a ``scan`` with its body under the flow rule."""
+    params = equation.params
+    constants, carried, stacked = _split(cells, *unstable.loop_parts(params))
+    constants = held_as_declared(constants)  # cast in each iteration, so that their gradients add up in float32
+    length, reverse, unroll = params["length"], params["reverse"], params["unroll"]
+
+    def loop(run: Run, models: Sequence[Cell], found: list[Cell]) -> tuple[list[Any], list[Cell]]:
+        planned = _planning(run, length)
+
+        def body(carry: list[Any], slices: list[Cell]) -> tuple[list[Any], list[Cell]]:
+            inputs = [cell.within() for cell in constants] + around(models, carry) + [_shared(cell) for cell in slices]
+            with run.looped(), planned():
+                outputs = run.run(params["jaxpr"], inputs, path)
+            found[:] = outputs[: len(carry)]
+            return _ending_in(models, outputs), outputs[len(carry) :]
+
+        initial = _ending_in(models, carried)
+        last, outputs = lax.scan(body, initial, stacked, length=length, reverse=reverse, unroll=unroll)
+        return last, outputs
+
+    models = _models(run, equation, cells, carried, path, loop)
+    last, outputs = loop(run, models, [])
+    return around(models, last) + outputs
+
+
+def while_loop(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Run a ``while`` with its condition and body under the flow rule."""
+    params = equation.params
+    for_condition, for_body, carried = _split(cells, params["cond_nconsts"], params["body_nconsts"])
+
+    def loop(run: Run, models: Sequence[Cell], found: list[Cell]) -> Sequence[Any]:
+        planned = _planning(run)
+
+        def condition(carry: Sequence[Any]) -> Any:
+            with run.looped(), planned():
+                inputs = [cell.within() for cell in for_condition] + around(models, carry)
+                return run.run(params["cond_jaxpr"], inputs, path)[0].array
+
+        def body(carry: Sequence[Any]) -> Sequence[Any]:
+            inputs = [cell.within() for cell in for_body] + around(models, carry)
+            with run.looped():
+                found[:] = run.run(params["body_jaxpr"], inputs, path)
+            return _ending_in(models, found)
+
+        last: Sequence[Any] = lax.while_loop(condition, body, _ending_in(models, carried))
+        return last
+
+    models = _models(run, equation, cells, carried, path, loop)
+    return around(models, loop(run, models, []))
+
+
+def _models(
+    run: Run,
+    equation: Any,
+    cells: Sequence[Cell],
+    carried: Sequence[Cell],
+    path: str,
+    loop: Callable[[Run, Sequence[Cell], list[Cell]], Any],
+) -> list[Cell]:
+    """Return a model of each value that a loop carries."""
+    # The body is traced with all of them in float32. Values that the body nevertheless returns low do not add up over
+    # the iterations: they are carried in 16 bits.
+    strong = [_carry(cell) for cell in carried]
+    if all(cell.declared != FLOAT32 or cell.value.unfit for cell in carried):
+        return strong
+    key = (id(equation.params), run.place(path), tuple(cell.format for cell in cells))
+    if key not in run.repeats.loops:
+        found: list[Cell] = []
+        jax.eval_shape(lambda: jax.tree.leaves(loop(run.apart(), strong, found)))
+        run.repeats.loops[key] = equation.params, [cell.value for cell in found]
+    values = run.repeats.loops[key][1]
+    return [
+        model if value.state != "low" or cell.declared != FLOAT32 or cell.value.unfit else model.low(run.compute, value)
+        for cell, model, value in zip(carried, strong, values, strict=True)
+    ]
+
+
+def _carry(cell: Cell) -> Cell:
+    """Return the model of a value that a loop carries in its declared dtype."""
+    value = CARRIED if cell.declared == FLOAT32 else cell.value
+    return Cell(cell.array, cell.declared, cell.declared, value, shared=True)
+
+
+def _planning(run: Run, times: int = 1) -> Callable[[], Any]:
+    """Return a context for a body that JAX may trace several times: the plan shows the last trace."""
+    plan = run.plan
+    if plan is None:
+        return nullcontext
+    mark = len(plan.operations)
+    return lambda: plan.repeated(mark, times)
+
+
+def _split(cells: list[Cell], first: int, second: int) -> tuple[list[Cell], list[Cell], list[Cell]]:
+    return cells[:first], cells[first : first + second], cells[first + second :]
+
+
+def _shared(cell: Cell) -> Cell:
+    return Cell(cell.array, cell.dtype, cell.declared, cell.value, shared=True)
+
+
+def _ending_in(models: Sequence[Cell], cells: Sequence[Cell]) -> list[Any]:
+    """Return the arrays of the first cells in the dtypes of the models. The casts are not shared with other uses."""
+    return [cell.within().cast(model.dtype) for model, cell in zip(models, cells, strict=False)]

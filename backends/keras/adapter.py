@@ -9,13 +9,13 @@ from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
 from polyamp.backends.keras.devices import describe
 from polyamp.backends.keras.operations import OPERATIONS
-from polyamp.backends.keras.steps.statistics import guard_steps
-from polyamp.backends.keras.steps.verbs import (
+from polyamp.backends.keras.steps.optimizer import (
     load_loss_scale,
     loss_scale_of,
     scale_loss,
     wrap_optimizer,
 )
+from polyamp.backends.keras.steps.statistics import guard_steps
 from polyamp.policies import Policy
 
 
@@ -41,7 +41,7 @@ adapter = AdapterTable(
         "loss_scale_of": loss_scale_of,
         "load_loss_scale": load_loss_scale,
         "explain": "polyamp.backends.keras.explain:explain",
-        "record": "polyamp.backends.keras.recording.record:record",
+        "record": "polyamp.backends.keras.recording:record",
         "facts": "polyamp.backends.keras.facts:facts",
     },
     instead={

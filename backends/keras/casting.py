@@ -14,6 +14,16 @@ from polyamp.backends.keras.backend import value_of
 from polyamp.errors import UnsupportedError
 from polyamp.formats import format_of
 
+SIXTEEN_BIT = ("float16", "bfloat16")
+CASTABLE = ("float32", *SIXTEEN_BIT)
+"""The formats between which polyamp casts; data in other formats, such as float64, stay as they are."""
+
+
+def is_sixteen_bit(value: Any) -> bool:
+    """Return whether a tensor or variable is stored in a 16-bit floating-point format."""
+    return standardize_dtype(value.dtype) in SIXTEEN_BIT
+
+
 _STORED_AS = {"tensorfloat32": "float32"}  # a format of products only, not of memory
 
 

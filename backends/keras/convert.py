@@ -11,11 +11,8 @@ from typing import Any
 
 import keras
 
-from polyamp.backends.keras.dtypes import CASTABLE
-from polyamp.backends.keras.layers.decisions import Part, can_change, matches, parts_of
-from polyamp.backends.keras.layers.policies import keras_policy
-from polyamp.backends.keras.layers.tree import children, walk
-from polyamp.backends.keras.layers.writing import set_formats
+from polyamp.backends.keras.casting import CASTABLE
+from polyamp.backends.keras.layers import Part, can_change, children, keras_policy, matches, parts_of, set_formats, walk
 from polyamp.backends.keras.steps.mismatches import note_converted, report_unscaled
 from polyamp.backends.keras.steps.statistics import guard_anew
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once

@@ -13,9 +13,8 @@ from typing import Any
 import keras
 
 from polyamp import registry
-from polyamp.backends.keras.layers.policies import own_policy, remaining_policy
-from polyamp.backends.keras.layers.writing import amended
-from polyamp.backends.keras.recording.tracing import Step, as_tensors, step_of
+from polyamp.backends.keras.layers import amended, own_policy, remaining_policy
+from polyamp.backends.keras.recording import Step, as_tensors, step_of
 from polyamp.dispatch import having
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation

@@ -9,10 +9,10 @@ from typing import Any
 import keras
 
 from polyamp import registry
-from polyamp.backends.keras.dtypes import is_sixteen_bit
+from polyamp.backends.keras.casting import is_sixteen_bit
 from polyamp.backends.keras.explain import own_plan
-from polyamp.backends.keras.layers.policies import own_policy, remaining_policy
-from polyamp.backends.keras.recording.tracing import step_of
+from polyamp.backends.keras.layers import own_policy, remaining_policy
+from polyamp.backends.keras.recording import step_of
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.unstable import all_layers
 from polyamp.diagnosis.facts import Facts, OptimizerState

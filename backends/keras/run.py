@@ -17,13 +17,10 @@ from weakref import WeakSet
 
 import keras
 
+from polyamp.backends.keras.casting import is_sixteen_bit
 from polyamp.backends.keras.convert import convert
-from polyamp.backends.keras.dtypes import is_sixteen_bit
-from polyamp.backends.keras.layers.kinds import operation_of
-from polyamp.backends.keras.layers.policies import keras_policy
-from polyamp.backends.keras.layers.tree import children
-from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
-from polyamp.backends.keras.steps.verbs import wrap_optimizer
+from polyamp.backends.keras.layers import children, keras_policy, operation_of
+from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer, wrap_optimizer
 from polyamp.backends.keras.unstable import built_on, choose_optimizers
 from polyamp.formats import format_of
 from polyamp.plan import PlannedOperation

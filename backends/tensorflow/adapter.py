@@ -6,9 +6,9 @@ from polyamp.adapter import AdapterTable
 from polyamp.backends.tensorflow.autocast.context import autocast_context, is_lowering
 from polyamp.backends.tensorflow.casting import cast
 from polyamp.backends.tensorflow.devices import describe
-from polyamp.backends.tensorflow.graphs.verbs import explain, rewrite
+from polyamp.backends.tensorflow.graphs.rewrite import planned, rewritten_for
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.backends.tensorflow.steps.verbs import (
+from polyamp.backends.tensorflow.steps.optimizer import (
     load_loss_scale,
     loss_scale_of,
     scale_loss,
@@ -29,8 +29,8 @@ adapter = AdapterTable(
         "load_loss_scale": load_loss_scale,
         "autocast_context": autocast_context,
         "is_lowering": is_lowering,
-        "rewrite": rewrite,
-        "explain": explain,
+        "rewrite": rewritten_for,
+        "explain": planned,
         "record": "polyamp.backends.tensorflow.recording.record:record",
         "facts": "polyamp.backends.tensorflow.facts:facts",
     },

@@ -12,13 +12,12 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.capture import concrete_of
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
-from polyamp.backends.tensorflow.graphs.graph import Graph, Node
-from polyamp.backends.tensorflow.graphs.places import Places
+from polyamp.backends.tensorflow.graphs.functions import decided_for
+from polyamp.backends.tensorflow.graphs.graph import Graph, Node, Places
+from polyamp.backends.tensorflow.graphs.parts import backward_pass, is_gradient
 from polyamp.backends.tensorflow.graphs.planning import plan_of
-from polyamp.backends.tensorflow.graphs.program import decided_for
 from polyamp.backends.tensorflow.graphs.scaling import SCALES, scaling_of
-from polyamp.backends.tensorflow.graphs.update import backward_pass, is_gradient
-from polyamp.backends.tensorflow.recording.tracing import name_of, plain_function
+from polyamp.backends.tensorflow.recording.values import name_of, plain_function
 from polyamp.backends.tensorflow.steps.scaler import LossScaler
 from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.policies import Policy

@@ -17,8 +17,7 @@ import tensorflow as tf
 
 from polyamp.adapter import UPDATE_SCOPE
 from polyamp.backends.tensorflow.autocast.context import autocast_everywhere, is_everywhere
-from polyamp.backends.tensorflow.graphs.graph import Node
-from polyamp.backends.tensorflow.graphs.kernels import lowerable
+from polyamp.backends.tensorflow.graphs.graph import Node, lowerable
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import is_in_control_flow, replace_input
 from polyamp.errors import InvalidTypeError, warn_once

@@ -20,7 +20,7 @@ from weakref import WeakSet
 import keras
 
 from polyamp import registry
-from polyamp.backends.keras.layers.policies import own_policy
+from polyamp.backends.keras.layers import own_policy
 from polyamp.backends.keras.unstable import is_part_of_a_model
 from polyamp.dispatch import offers
 from polyamp.errors import warn_once

@@ -1,4 +1,4 @@
-"""Any Keras optimizer with loss scaling: all parts of a mixed-precision step, in order."""
+"""Any Keras optimizer with loss scaling: all parts of a mixed-precision step in order, and the verbs of `polyamp`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ import keras
 from keras import ops
 
 from polyamp.backends.keras.backend import in_strategy, platform_of
-from polyamp.backends.keras.dtypes import is_sixteen_bit
-from polyamp.backends.keras.steps.gradients import all_finite, clip_factor, multiplied
-from polyamp.backends.keras.steps.masters import MasterWeights
-from polyamp.backends.keras.steps.scaler import LossScaler, skipped
-from polyamp.backends.keras.steps.settings import check_masters, check_optimizer, loss_scale_of
+from polyamp.backends.keras.casting import is_sixteen_bit
+from polyamp.backends.keras.steps.gradients import MasterWeights, all_finite, clip_factor, multiplied
+from polyamp.backends.keras.steps.scaler import LossScaler, UnscaledGradients, skipped
+from polyamp.backends.keras.steps.settings import check_factor, check_masters, check_optimizer, settings_given
 from polyamp.backends.keras.steps.skipping import decision, update_if, update_scope
-from polyamp.backends.keras.steps.unscaled import UnscaledGradients
 from polyamp.backends.keras.unstable import built_on, index_in
 from polyamp.errors import InvalidValueError, UnsupportedError, UsageError, warn_once
-from polyamp.loss_scale import LossScale
-from polyamp.refusals import no_method
+from polyamp.loss_scale import LossScale, LossScaleState
+from polyamp.policies import Policy
+from polyamp.refusals import no_loss_scale, no_method
 from polyamp.result import StepResult
 from polyamp.validation import check_master_weights, norm_limit
 
@@ -78,7 +77,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     ) -> None:
         norm = norm_limit(max_grad_norm, where="LossScaledOptimizer(max_grad_norm=)")
         check_optimizer(inner_optimizer, norm)
-        settings = loss_scale_of(loss_scale, initial_scale, dynamic_growth_steps)
+        settings = settings_given(loss_scale, initial_scale, dynamic_growth_steps)
         factor = inner_optimizer.loss_scale_factor
         try:  # Keras removes the factor at the end, after its own checks
             super().__init__(inner_optimizer, settings.init, settings.interval, name=name, **unused)
@@ -262,7 +261,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         """Return the arguments as JSON values, Keras' and polyamp's, for `from_config` and ``.keras`` files."""
         config = super().get_config()
         settings = self.scaler.settings
-        if settings != loss_scale_of(None, self.initial_scale, self.dynamic_growth_steps).in_float32():
+        if settings != settings_given(None, self.initial_scale, self.dynamic_growth_steps).in_float32():
             config["loss_scale"] = settings.to_dict()
         own = {"max_grad_norm": self.max_grad_norm, "master_weights": self.master_weights}
         return config | {key: value for key, value in own.items() if value is not None}
@@ -367,3 +366,44 @@ def _no_gradients() -> UnsupportedError:
         allowed="the gradients of the scaled loss, for apply_gradients",
         fix="do not call get_unscaled_gradients: apply_gradients unscales by itself, and max_grad_norm clips",
     )
+
+
+def wrap_optimizer(
+    optimizer: Any,
+    policy: Policy,
+    *,
+    loss_scale: LossScale,
+    max_grad_norm: float | None,
+    master_weights: bool | None = None,
+) -> LossScaledOptimizer:
+    """Return a wrapped optimizer; see `polyamp.backends.keras.LossScaledOptimizer`."""
+    check_factor(optimizer)
+    wrapped = LossScaledOptimizer(optimizer, loss_scale, max_grad_norm=max_grad_norm, master_weights=master_weights)
+    wrapped.scaler.compute = policy.compute
+    return wrapped
+
+
+def scale_loss(loss: Any, holder: Any) -> Any:
+    """Return the loss in float32 times the loss scale; see `LossScaledOptimizer.scale_loss`."""
+    return _wrapped(holder, "scale_loss(holder)").scale_loss(loss)
+
+
+def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
+    """Return the settings of a wrapped optimizer, or of a model's, and its state on the host; waits for the device."""
+    scaler = _wrapped(holder, "loss_scale_of(holder)").scaler
+    return scaler.settings, scaler.host_state
+
+
+def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> LossScaledOptimizer:
+    """Return the same optimizer, with the saved state."""
+    wrapped = _wrapped(holder, "load_loss_scale(holder)")
+    wrapped.scaler.load(saved)
+    return wrapped
+
+
+def _wrapped(holder: Any, where: str) -> LossScaledOptimizer:
+    found = getattr(holder, "optimizer", None) if isinstance(holder, keras.Model) else holder
+    if not isinstance(found, LossScaledOptimizer):
+        allowed = "the result of polyamp.wrap_optimizer, or a model compiled with it"
+        raise no_loss_scale(found, where=where, allowed=allowed)
+    return found

@@ -12,7 +12,7 @@ from polyamp.loss_scale import LossScale
 from polyamp.refusals import no_optimizer, wrapped_already
 
 
-def loss_scale_of(
+def settings_given(
     given: LossScale | float | str | None, initial_scale: float | None, growth_steps: int | None
 ) -> LossScale:
     """Return the settings; each can be given in polyamp's way or as in `keras.optimizers.LossScaleOptimizer`."""

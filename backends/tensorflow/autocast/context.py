@@ -19,7 +19,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow import unstable
 from polyamp.backends.tensorflow.autocast.interception import lowering_for
 from polyamp.backends.tensorflow.autocast.lowering import Lowering, current, entered, everywhere, set_everywhere
-from polyamp.backends.tensorflow.graphs.refusals import check_format
+from polyamp.backends.tensorflow.graphs.capture import check_format
 from polyamp.policies import Policy
 
 

@@ -18,8 +18,7 @@ import tensorflow as tf
 from polyamp.adapter import UPDATE_SCOPE
 from polyamp.backends.tensorflow import unstable
 from polyamp.backends.tensorflow.devices import report_slow
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, NodeDef
-from polyamp.backends.tensorflow.graphs.kernels import default_device, lowerable
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, NodeDef, default_device, lowerable
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import Parameter
 from polyamp.operations import OPERATIONS as TABLE
@@ -189,7 +188,7 @@ def _device_type(device: str) -> str:
 
 @functools.cache
 def _lowerable(native: str, device: str, types: tuple[tuple[str, int], ...], dtype: int) -> tuple[str, ...]:
-    """Return the type attributes to change; see `polyamp.backends.tensorflow.graphs.kernels.lowerable`."""
+    """Return the type attributes to change; see `polyamp.backends.tensorflow.graphs.graph.lowerable`."""
     operation = unstable.operation_definition(native, {})
     definition = NodeDef(name=native, op=native, device=f"/device:{device}:0")
     for attribute in operation.attr:

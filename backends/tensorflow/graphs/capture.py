@@ -1,9 +1,13 @@
-"""Capture a function as a graph: trace it as it is written, in float32 and without autocast."""
+"""Capture a function as a graph: trace it as it is written, in float32 and without autocast.
+
+The errors for functions that cannot be rewritten name the node and its source line.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,11 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.autocast.interception import intercept
 from polyamp.backends.tensorflow.autocast.lowering import entered
-from polyamp.backends.tensorflow.graphs.refusals import check_captures, tracing
+from polyamp.backends.tensorflow.graphs.graph import Places
+from polyamp.backends.tensorflow.unstable import OUT_OF_SCOPE, graphs_around
+from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
+from polyamp.refusals import unscaled_loss
+from polyamp.validation import check_compute, kind_of
 
 FUNCTION: Any = type(tf.function(lambda: None))
 """The class of a ``tf.function``."""
@@ -32,3 +40,127 @@ def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         concrete = function.get_concrete_function(*args, **kwargs)
     check_captures(fn, concrete)
     return concrete
+
+
+_INSTEAD = {
+    "tensorfloat32": "it is a way to multiply float32: tf.config.experimental.enable_tensor_float_32_execution(True)"
+}
+POLICY_ATTRIBUTE = "_polyamp_policy"  # of nodes that a rewrite added or changed
+_GRADIENT = "PolyampRewritten"
+
+
+def check_format(compute: str) -> None:
+    """Raise if TensorFlow's kernels do not have a compute format."""
+    check_compute(compute, framework="TensorFlow", where="policy.compute", instead=_INSTEAD)
+
+
+def check_graph(graph_def: Any) -> None:
+    """Raise if this is not a graph, or one that was rewritten already."""
+    if not isinstance(graph_def, tf.compat.v1.GraphDef):
+        raise _neither(graph_def)
+    ours = next((node for node in graph_def.node if POLICY_ATTRIBUTE in node.attr), None)
+    if ours is not None:
+        raise rewritten_before(f"node {ours.name}", ours.attr[POLICY_ATTRIBUTE].s.decode())
+
+
+def check_function(fn: Any) -> None:
+    """Raise if ``fn`` is not callable."""
+    if not callable(fn):
+        raise _neither(fn)
+
+
+def _neither(thing: Any) -> InvalidTypeError:
+    return InvalidTypeError(
+        "rewrite needs a function or a graph",
+        where="rewrite(fn)",
+        found=kind_of(thing),
+        allowed="a function, a tf.function, a ConcreteFunction or, for polyamp.rewrite, a GraphDef",
+        fix="pass the function itself, then its arguments; for a tf.Graph, pass graph.as_graph_def()",
+    )
+
+
+def rewritten_before(name: str, policy: str) -> UsageError:
+    """Return the error for a graph with a function that was rewritten under another policy."""
+    return UsageError(
+        "this function or graph was rewritten already",
+        where=name,
+        found=policy,
+        fix="rewrite the original function, or use the same policy",
+    )
+
+
+def check_scaling(unscaled: Sequence[str], clipped: Sequence[str]) -> None:
+    """Raise if a step unscales gradients of a loss that was not scaled; warn if scaled gradients are clipped."""
+    for place in unscaled:
+        raise unscaled_loss(
+            where=place, fix="take the gradients of the result of opt.scale_loss(loss) or scaler.scale(loss)"
+        )
+    for place in clipped:
+        warn_once(
+            f"gradients are clipped while they are scaled ({place}): the limit does not include the loss scale. "
+            "Pass max_grad_norm= to polyamp.wrap_optimizer or LossScaler, or clip the result of scaler.unscale(grads)."
+        )
+
+
+@contextmanager
+def tracing(fn: Any) -> Iterator[None]:
+    """Replace TensorFlow's tracing errors by errors that name the remedy."""
+    try:
+        yield
+    except OUT_OF_SCOPE as error:
+        raise _refused(fn, _FOREIGN, error, _PASS_TENSOR) from error
+    except TypeError as error:
+        if "Operation" not in str(error):
+            raise
+        fix = "return tensors or None; a tf.function runs operations with effects by itself"
+        raise _refused(fn, "it returns an operation", error, fix) from error
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
+            raise
+        raise _refused(fn, "it runs in a replica", error, "rewrite the function that calls strategy.run") from error
+
+
+def check_captures(fn: Any, concrete: Any) -> None:
+    """Raise if a function captured a tensor of a graph that is not being built around it."""
+    around = graphs_around()
+    symbolic = (tensor for tensor in concrete.captured_inputs if tf.is_symbolic_tensor(tensor))
+    foreign = next((tensor for tensor in symbolic if tensor.graph not in around), None)
+    if foreign is not None:
+        raise _refused(fn, _FOREIGN, Places(foreign.graph).of("", foreign.op.name), _PASS_TENSOR)
+
+
+_FOREIGN = "it takes a tensor of another graph"
+_PASS_TENSOR = "pass that tensor as an argument"
+
+
+def _refused(fn: Any, why: str, error: object, fix: str) -> UsageError:
+    return UsageError(
+        f"the function cannot be traced: {why}",
+        where=f"rewrite({getattr(fn, '__name__', fn)})",
+        found=str(error).strip(),
+        fix=fix,
+    )
+
+
+@contextmanager
+def not_differentiable() -> Iterator[None]:
+    """Make calls inside this context raise if a gradient is taken through them."""
+    calls = ("PartitionedCall", "StatefulPartitionedCall")
+    with tf.compat.v1.get_default_graph().gradient_override_map(dict.fromkeys(calls, _GRADIENT)):
+        yield
+
+
+def _refuse_gradient(operation: Any, *inputs: Any) -> Any:
+    if operation is not None:
+        raise UnsupportedError(_NO_GRADIENT, where=operation.name, fix=_REWRITE_STEP)
+    # A SavedModel stores the gradients of its operations: there this is traced, and raises when it runs.
+    with tf.control_dependencies([tf.debugging.Assert(False, [f"{_NO_GRADIENT}: {_REWRITE_STEP}"])]):
+        return list(map(tf.identity, inputs))
+
+
+_NO_GRADIENT = "gradients cannot be taken through a rewritten function"
+_REWRITE_STEP = (
+    "rewrite the whole step, with its tf.GradientTape, or run this part under polyamp.autocast; if no gradient is "
+    "needed, call it inside tape.stop_recording()"
+)
+tf.RegisterGradient(_GRADIENT)(tf.autograph.experimental.do_not_convert(_refuse_gradient))

@@ -11,18 +11,18 @@ from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.graphs.fusing import fused
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, Graph, Node, Port
-from polyamp.backends.tensorflow.graphs.kernels import device_of, lowerable
-from polyamp.backends.tensorflow.graphs.lists import HANDLED, VARIANT, Lists, is_list
-from polyamp.backends.tensorflow.graphs.places import Places
-from polyamp.backends.tensorflow.graphs.sameness import Sameness
-from polyamp.backends.tensorflow.graphs.scopes import Scopes
-from polyamp.backends.tensorflow.graphs.update import parts_of
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, Graph, Node, Places, Port, device_of, lowerable
+from polyamp.backends.tensorflow.graphs.norms import fused
+from polyamp.backends.tensorflow.graphs.parts import Scopes, parts_of
 from polyamp.backends.tensorflow.graphs.values import (
+    HANDLED,
     KNOWN_CARRIED,
+    VARIANT,
     Known,
+    Lists,
+    Sameness,
     is_constant,
+    is_list,
     is_number,
     reads_data,
     value_of_integers,

@@ -13,8 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node
-from polyamp.backends.tensorflow.graphs.places import Places
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, Places
 from polyamp.backends.tensorflow.graphs.writing import RESULT
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation

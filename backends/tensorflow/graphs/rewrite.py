@@ -10,16 +10,18 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.devices import report_slow
-from polyamp.backends.tensorflow.graphs.capture import FUNCTION, concrete_of, name_of
-from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass
-from polyamp.backends.tensorflow.graphs.planning import plan_of
-from polyamp.backends.tensorflow.graphs.program import decided_for, decided_graph, lowered_in, lowers
-from polyamp.backends.tensorflow.graphs.refusals import (
+from polyamp.backends.tensorflow.graphs.capture import (
+    FUNCTION,
     check_format,
     check_function,
     check_scaling,
+    concrete_of,
+    name_of,
     not_differentiable,
 )
+from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass
+from polyamp.backends.tensorflow.graphs.functions import decided_for, decided_graph, lowered_in, lowers
+from polyamp.backends.tensorflow.graphs.planning import plan_of
 from polyamp.backends.tensorflow.graphs.scaling import scaling_of
 from polyamp.backends.tensorflow.graphs.writing import Writer
 from polyamp.backends.tensorflow.unstable import call_in_place_of, options_of, register
@@ -30,6 +32,7 @@ from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.refusals import not_traced
 from polyamp.reports import NO_PRODUCTS, report_nothing_lowered, report_refused, report_unused, traced_for
+from polyamp.validation import check_options
 
 _PLANS = "_polyamp_plans"  # an attribute of a rewritten function's Python function, which bound methods share
 
@@ -215,3 +218,24 @@ def _imported(graph_def: Any) -> Any:
     with tf.Graph().as_default() as graph:
         tf.graph_util.import_graph_def(graph_def, name="")
     return graph
+
+
+def rewritten_for(
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    *,
+    jit_compile: bool | None = None,
+) -> Any:
+    """Return a rewritten function, or a rewritten ``GraphDef``; see `polyamp.backends.tensorflow.rewrite`."""
+    if callable(fn):
+        return rewrite(fn, *args, policy=policy, jit_compile=jit_compile, **kwargs)
+    if jit_compile is not None:
+        check_options(rewritten_graph, {"jit_compile": jit_compile}, where="rewrite(graph_def)")
+    return rewritten_graph(fn, policy)
+
+
+def planned(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
+    """Return the plan of a function or a ``GraphDef``; see `polyamp.backends.tensorflow.explain`."""
+    return explain(fn, *args, policy=policy, **kwargs)

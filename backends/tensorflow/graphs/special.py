@@ -10,10 +10,8 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, Node, closes_loop
-from polyamp.backends.tensorflow.graphs.kernels import lowerable
-from polyamp.backends.tensorflow.graphs.lists import CREATING, VARIANT, holds_float32, is_item
-from polyamp.backends.tensorflow.graphs.values import Known, value_of_cast
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, Node, closes_loop, lowerable
+from polyamp.backends.tensorflow.graphs.values import CREATING, VARIANT, Known, holds_float32, is_item, value_of_cast
 from polyamp.flow import CARRIED, WEAK, Flow, magnitude
 from polyamp.rules import TABLE
 

@@ -1,22 +1,140 @@
-"""The types and states of a graph's values while it is decided, and which of them are constants.
+"""The types and states of a graph's values while it is decided, of lists too, and which are constants or the same.
 
 A state follows from a value's origin. For example, in ``tf.cast(ids, tf.float32) * 0.5`` the cast makes an ``input``,
 because the integers are the user's data, and 0.5 is a ``weak`` constant, which float16 can hold.
+
+A list of tensors, such as a ``TensorArray``, has one type, and all nodes that use it name this type. It follows from
+the values that are put into the list, and these are known only after the pass over a graph. So the pass is repeated: in
+the first, every list holds strong float32 values; in the next, each list holds the values that the pass before put into
+it.
+
+``tf.reshape(x, [6]) * tf.reshape(tf.identity(x), [6])`` is a square, though its operands are two values.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, Node
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, Graph, Node
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.deciding import Decider
 from polyamp.flow import CARRIED, INPUT, WEAK, Value, magnitude
 from polyamp.operations import OPERATIONS as TABLE
+
+VARIANT: int = tf.variant.as_datatype_enum
+MOVING = ("AddN", "Identity", "TensorListResize", "ZerosLike")
+"""Operations that return their input list, or one of the same type."""
+
+CREATING = ("EmptyTensorList", "TensorListFromTensor", "TensorListReserve")
+_MEASURING = ("TensorListElementShape", "TensorListLength")
+_USING = (
+    "TensorListGather",
+    "TensorListGetItem",
+    "TensorListPopBack",
+    "TensorListPushBack",
+    "TensorListSetItem",
+    "TensorListStack",
+)
+HANDLED = frozenset({*MOVING, *CREATING, *_MEASURING, *_USING})
+_STRONG = Value("strong", "tensor_list")
+
+
+class Lists:
+    """The contents of a program's lists, by name. A list is named after the node that makes it."""
+
+    def __init__(self) -> None:
+        self._same: dict[str, str] = {}
+        self._items: dict[str, set[Value]] = {}
+        self._known: dict[str, Value] = {}
+        self._kept: set[str] = set()
+        self._taken: dict[str, bool] = {}
+        self._narrow: set[str] = set()
+
+    def is_low(self, name: str) -> bool:
+        """Return whether a list has 16-bit items: its values are low, or every use takes them in 16 bits."""
+        return self.value_of(name).state == "low" or self._root(name) in self._narrow
+
+    def take(self, name: str, *, is_low: bool) -> None:
+        """Record that a node takes an item, in 16 bits or not."""
+        self._taken[name] = is_low and self._taken.get(name, True)
+
+    def value_of(self, name: str) -> Value:
+        """Return the state of a list's items, which the pass before found."""
+        return self._known.get(self._root(name), _STRONG)
+
+    def put(self, name: str, value: Value) -> None:
+        """Record that a value is put into a list."""
+        if name:
+            self._items.setdefault(name, set()).add(value._replace(role=""))
+
+    def sum(self, name: str) -> None:
+        """Record that lists are added: as long as their items are float32, this use takes float32."""
+        self.take(name, is_low=False)
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Record that lists must hold float32."""
+        for name in filter(None, names):
+            self.put(name, _STRONG)
+            self._kept.add(name)
+
+    def tie(self, names: Iterable[str]) -> str:
+        """Record that lists have the same type, and return one name for them; if one is unknown, all keep float32."""
+        first, *others = (self._root(name) for name in names)
+        if "" in (first, *others):
+            self.keep((first, *others))
+            return ""
+        for other in others:
+            if other != first:
+                self._same[other] = first
+        return first
+
+    def settle(self) -> bool:
+        """Start the next pass with the values that were put into lists, and return whether anything changed."""
+        items: dict[str, set[Value]] = {}
+        for name, values in self._items.items():
+            items.setdefault(self._root(name), set()).update(values)
+        known = {name: _joined(values) for name, values in items.items()}
+        kept = {self._root(name) for name in self._kept}
+        wide = {self._root(name) for name, is_low in self._taken.items() if not is_low}
+        narrow = {self._root(name) for name in self._taken} - wide - kept
+        before = (self._known, self._narrow)
+        self._known, self._narrow, self._items, self._taken = known, narrow, {}, {}
+        is_same = before == (known, narrow)
+        return not is_same and (bool(narrow) or any(value != _STRONG for value in known.values()))
+
+    def _root(self, name: str) -> str:
+        while name in self._same:
+            name = self._same[name]
+        return name
+
+
+def _joined(values: Iterable[Value]) -> Value:
+    states = {"strong" if value.unfit else value.state for value in values}
+    if states <= {"low", "weak"} and "low" in states:
+        return Value("low", min(value.maker for value in values if value.state == "low"))
+    if states <= {"weak", "input"}:
+        return Value("input" if "input" in states else "weak")
+    return _STRONG
+
+
+def is_item(node: Node, port: Any) -> bool:
+    """Return whether an input or output of a node is one float32 item of a list, or all of them."""
+    return port.dtype == FLOAT32 and port.attribute == "element_dtype"
+
+
+def holds_float32(node: Node) -> bool:
+    """Return whether a node names a float32 list."""
+    return "element_dtype" in node.definition.attr and node.definition.attr["element_dtype"].type == FLOAT32
+
+
+def is_list(node: Node) -> bool:
+    """Return whether a node makes, fills, reads or moves a list of tensors."""
+    return node.op in HANDLED and VARIANT in {port.dtype for port in (*node.input_ports, *node.output_ports)}
+
 
 BOOL: int = tf.bool.as_datatype_enum
 _RESOURCES = (tf.resource.as_datatype_enum, tf.variant.as_datatype_enum)
@@ -110,3 +228,59 @@ def value_of_capture(tensor: Any, decider: Decider) -> tuple[Value, bool]:
 
 def _other(dtype: Any) -> Value:
     return Value("other", dtype.name) if dtype.as_datatype_enum in FLOATING else WEAK
+
+
+_SAME = ("Identity", "StopGradient", "PreventGradient", "CheckNumerics", "EnsureShape", "Snapshot", "Real", "Conj")
+_MOVES = ("Reshape", "Squeeze", "ExpandDims", "Transpose", "BroadcastTo", "Tile", "ConjugateTranspose", "Cast")
+
+
+class Sameness:
+    """A comparison of one graph's values, which looks through operations that only move them."""
+
+    def __init__(self, graph: Graph, shape: Callable[[str], tuple[int, ...] | None] = lambda value: None) -> None:
+        self._graph, self._shape = graph, shape
+        self._keys: dict[str, Any] = {}
+
+    def has_same_operands(self, node: Node) -> bool:
+        """Return whether a node's two operands are the same value, also after the same moves, such as reshapes."""
+        return len(node.inputs) == 2 and (node.inputs[0] == node.inputs[1] or self._are_same(*node.inputs))
+
+    def divides_again(self, node: Node) -> bool:
+        """Return whether a node divides a quotient by its denominator again, like the derivative ``-x / y / y``."""
+        # Such a value is as large as a reciprocal of ``y``. It is not a gradient, so no loss scale brings it into
+        # range.
+        before = self._graph.maker.get(node.inputs[0])
+        is_quotient = node.op == "RealDiv" and before is not None and before.op == "RealDiv"
+        return is_quotient and before is not None and self._are_same(before.inputs[1], node.inputs[1])
+
+    def _are_same(self, one: str, other: str) -> bool:
+        return self._key(one) == self._key(other)
+
+    def _key(self, value: str) -> Any:
+        if value not in self._keys:
+            self._keys[value] = self._new_key(value)
+        return self._keys[value]
+
+    def _new_key(self, value: str) -> Any:
+        node = self._graph.maker.get(value)
+        if node is None:
+            return value
+        if node.op in _SAME and len(node.outputs) == 1:
+            return self._key(node.inputs[0])
+        if node.op == "IdentityN":
+            return self._key(node.inputs[node.outputs.index(value)])
+        if node.op == "Const":
+            return ("Const", node.definition.attr["value"].tensor.SerializeToString())
+        if node.op == "Reshape" and self._keeps_shape(node):
+            return self._key(node.inputs[0])
+        if node.op in _MOVES:
+            attributes = sorted((name, text.SerializeToString()) for name, text in node.definition.attr.items())
+            inputs = tuple(map(self._key, node.inputs))
+            return (node.op, *inputs, *((name, text) for name, text in attributes if not name.startswith("_")))
+        if node.op in ("Shape", "Pack"):
+            return (node.op, *map(self._key, node.inputs))
+        return value
+
+    def _keeps_shape(self, node: Node) -> bool:
+        before, after = self._shape(node.inputs[0]), self._shape(node.outputs[0])
+        return before is not None and before == after

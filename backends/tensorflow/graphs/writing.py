@@ -12,11 +12,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.backends.tensorflow.graphs.capture import POLICY_ATTRIBUTE
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside, Pass
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, NodeDef
-from polyamp.backends.tensorflow.graphs.refusals import POLICY_ATTRIBUTE
 from polyamp.backends.tensorflow.graphs.values import Known
-from polyamp.backends.tensorflow.steps.statistics import decisions_of, guarded, must_run
+from polyamp.backends.tensorflow.steps.skipping import decisions_of, guarded, must_run
 
 RESULT = ("saturated",)
 """Roles of results that a function returns unrounded."""

@@ -8,14 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.backends.tensorflow.graphs.capture import check_format, check_function
 from polyamp.backends.tensorflow.graphs.decisions import Inside
-from polyamp.backends.tensorflow.graphs.program import decided_for
-from polyamp.backends.tensorflow.graphs.refusals import check_format, check_function
+from polyamp.backends.tensorflow.graphs.functions import decided_for
 from polyamp.backends.tensorflow.graphs.scaling import SCALES
 from polyamp.backends.tensorflow.graphs.writing import Writer
 from polyamp.backends.tensorflow.recording.counting import Totals
-from polyamp.backends.tensorflow.recording.tracing import Traced, traced
-from polyamp.backends.tensorflow.recording.values import recorded
+from polyamp.backends.tensorflow.recording.values import Traced, recorded, traced
 from polyamp.backends.tensorflow.recording.writing import Instrumented
 from polyamp.backends.tensorflow.unstable import FunctionLibrary, flat_inputs, runnable
 from polyamp.diagnosis.recording import Recording

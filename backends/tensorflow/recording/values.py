@@ -1,4 +1,4 @@
-"""The values of a decided graph that are recorded, and the facts about each.
+"""The traced step of a recording with its gradients, and the values of its decided graph that are recorded.
 
 For example, in ``loss = sum(cast(x @ w, float32))`` the product and the sum are activations. The cast computes nothing,
 so it is not recorded; `Body.producer` follows it to the product.
@@ -6,20 +6,22 @@ so it is not recorded; `Body.producer` follows it to the product.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+from polyamp.backends.tensorflow import unstable
+from polyamp.backends.tensorflow.graphs.capture import concrete_of
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside, Pass
-from polyamp.backends.tensorflow.graphs.dependence import Dependence
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph
-from polyamp.backends.tensorflow.graphs.places import Places
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Places
+from polyamp.backends.tensorflow.graphs.scaling import Dependence
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.backends.tensorflow.recording.tracing import Taken
+from polyamp.backends.tensorflow.steps.gradients import SIXTEEN_BIT
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation
 from polyamp.diagnosis.spread import Spread
 from polyamp.operations import OPERATIONS as TABLE
+from polyamp.refusals import no_loss
 
 _FLOATS = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16, tf.float32, tf.float64)}
 _LOW = tuple(kind.as_datatype_enum for kind in (tf.float16, tf.bfloat16))
@@ -241,3 +243,97 @@ def _computes(decided: Decided) -> bool:
     if entry is None:
         return not decided.node.op.startswith(_HANDING)
     return entry.op_class in _COMPUTING or decided.operation in _UNSEEN
+
+
+class Taken(NamedTuple):
+    """Gradients with respect to variables, as a graph takes them."""
+
+    loss: Any  # the differentiated tensor, which is symbolic
+    names: tuple[str, ...]  # names of the variables
+    grads: tuple[Any, ...]  # for each a symbolic tensor: the gradient, or the stored rows of a sparse one
+    seeds: tuple[Any, ...]  # the gradients of the loss from which the backward pass starts, symbolic tensors
+
+
+class Traced(NamedTuple):
+    """A traced step."""
+
+    concrete: Any  # its ``ConcreteFunction``
+    differentiates: bool  # whether the step takes its gradients itself
+    taken: tuple[Taken, ...]  # the gradients, in the order in which they are taken
+
+
+def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
+    """Trace a step. If it returns only a loss, trace a step that takes its gradients."""
+    # The latter has the loss scale, a float32 scalar, as its first argument.
+    plain = plain_function(step)
+    concrete, taken = _watched(plain, args, kwargs)
+    if taken:
+        return Traced(concrete, True, taken)
+    _loss_of(concrete.structured_outputs)
+    concrete, taken = _watched(_differentiated(plain), (tf.constant(1.0), args, dict(kwargs)), {})
+    return Traced(concrete, False, taken)
+
+
+def plain_function(step: Any) -> Any:
+    """Return the function that a step was made from, to trace it again without a rewrite."""
+    while isinstance(getattr(type(step), "plain", None), property):  # a rewritten function
+        step = step.plain
+    return getattr(step, "python_function", step)
+
+
+def _watched(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, tuple[Taken, ...]]:
+    taken: list[Taken] = []
+
+    def take(loss: Any, sources: Any, grads: Any, seeds: Any) -> None:
+        found = _taken(loss, sources, grads, seeds)
+        if found is not None:
+            taken.append(found)
+
+    with unstable.watched_gradients(take):
+        concrete = concrete_of(function, args, kwargs)
+    return concrete, tuple(taken)
+
+
+def _taken(loss: Any, sources: Any, grads: Any, seeds: Any) -> Taken | None:
+    loss = next((one for one in tf.nest.flatten(loss) if tf.is_symbolic_tensor(one)), None)
+    pairs = [
+        (name_of(source), grad.values if isinstance(grad, tf.IndexedSlices) else tf.convert_to_tensor(grad))
+        for source, grad in zip(_flat(sources), _flat(grads), strict=True)
+        if grad is not None and _is_variable(source)
+    ]
+    if loss is None or not pairs:
+        return None
+    names, values = zip(*pairs, strict=True)
+    return Taken(loss, names, values, tuple(one for one in _flat(seeds) if tf.is_symbolic_tensor(one)))
+
+
+def _flat(tree: Any) -> list[Any]:
+    return list(tf.nest.flatten(tree))  # IndexedSlices are leaves
+
+
+def _is_variable(source: Any) -> bool:
+    return hasattr(source, "assign") and hasattr(source, "dtype") and source.dtype != tf.resource
+
+
+def name_of(variable: Any) -> str:
+    """Return a variable's name: Keras' path if it has one, else TensorFlow's name."""
+    return str(getattr(variable, "path", None) or variable.name.partition(":")[0])
+
+
+def _differentiated(step: Any) -> Callable[..., None]:
+    def gradients(scale: tf.Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        with tf.GradientTape() as tape:
+            loss = _loss_of(step(*args, **kwargs))
+            wide = tf.cast(loss, tf.float32) if loss.dtype in SIXTEEN_BIT else loss
+        tape.gradient(wide, tape.watched_variables(), tf.cast(scale, wide.dtype))
+
+    return gradients
+
+
+def _loss_of(result: Any) -> tf.Tensor:
+    """Return the loss that a step returns, alone or before something else."""
+    loss = result[0] if isinstance(result, tuple | list) and result else result
+    if tf.is_tensor(loss) and loss.dtype.is_floating and loss.shape.rank in (0, None):
+        return loss
+    shown = f"a tensor of {loss.dtype.name} with shape {loss.shape}" if tf.is_tensor(loss) else type(loss).__name__
+    raise no_loss(shown, allowed="a floating scalar, or a tuple that starts with it; or a step that takes gradients")

@@ -9,16 +9,23 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.steps.gradients import (
     SIXTEEN_BIT,
+    MasterWeights,
     all_finite,
     as_dtype,
     clip_factor,
     multiplied,
     unscaled,
 )
-from polyamp.backends.tensorflow.steps.marks import apply_gradients, decision, outside_update_scope, update_scope
-from polyamp.backends.tensorflow.steps.masters import MasterWeights
-from polyamp.backends.tensorflow.steps.replicas import all_replicas, summed
-from polyamp.backends.tensorflow.steps.skipping import after, update_if
+from polyamp.backends.tensorflow.steps.skipping import (
+    after,
+    all_replicas,
+    apply_gradients,
+    decision,
+    outside_update_scope,
+    summed,
+    update_if,
+    update_scope,
+)
 from polyamp.errors import InvalidTypeError, UsageError
 from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
 from polyamp.loss_scale_reports import report_limits, report_nonfinite_loss

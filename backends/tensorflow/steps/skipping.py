@@ -1,14 +1,55 @@
-"""Update or skip: the conditional around an optimizer's update, in every replica or in none."""
+"""Update or skip: the conditional around an optimizer's update, in every replica or in none.
+
+Optimizers sum gradients over replicas inside their update, so each replica tests gradients that the others have not
+seen. In a step that overflows, the batch's statistics may be inf or NaN, and an average that takes one in never
+recovers, so moving averages are restored. For example, a write of ``moving_mean`` gets four nodes: a read before it,
+and, after everything that uses the variable, a second read, a selection of the old or the new value by the scalar that
+decides about the step, and a write.
+
+The update is marked in a graph that is being built, so that a later rewrite of the graph leaves it unchanged. Eager
+code has no graph, and no cost here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.steps.replicas import replica_context
+from polyamp.adapter import FINITE, UPDATE_SCOPE
+from polyamp.backends.tensorflow.graphs.graph import Graph, Node, NodeDef
+from polyamp.refusals import outside_replicas, without_common_step
+
+
+def all_replicas(finite: tf.Tensor) -> tf.Tensor:
+    """Return whether ``finite``, a scalar bool, is true in every replica."""
+    if not tf.distribute.has_strategy():
+        return finite
+    if error := without_common_step(tf.distribute.get_strategy()):
+        raise error
+    bad = tf.cast(tf.logical_not(finite), tf.float32)
+    return tf.equal(_sum(bad), 0.0)
+
+
+def summed(grads: Sequence[Any]) -> list[Any]:
+    """Return the gradients that are not None, each summed over the replicas."""
+    present = [grad for grad in grads if grad is not None]
+    return list(_sum(present)) if tf.distribute.has_strategy() else present
+
+
+def _sum(value: Any) -> Any:
+    return replica_context().all_reduce(tf.distribute.ReduceOp.SUM, value)
+
+
+def replica_context() -> tf.distribute.ReplicaContext:
+    """Return the context of the replica that runs this code."""
+    context = tf.distribute.get_replica_context()
+    if context is None:
+        raise outside_replicas(tf.distribute.get_strategy())
+    return context
 
 
 def update_if(finite: tf.Tensor, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any]) -> tf.Tensor:
@@ -39,3 +80,96 @@ def after(operations: Sequence[Any]) -> AbstractContextManager[Any]:
     """Return a context whose operations run after these; other objects than operations and tensors are ignored."""
     # Inside a ``tf.function`` TensorFlow keeps the order itself; in a graph of a ``Session`` only this does.
     return tf.control_dependencies([one for one in operations if isinstance(one, tf.Operation | tf.Tensor)])
+
+
+def update_scope() -> AbstractContextManager[Any]:
+    """Return a context that names its operations as part of the update. It may be reused and nested."""
+    scopes = _scopes()
+    return nullcontext() if tf.executing_eagerly() or UPDATE_SCOPE in scopes else _absolute([*scopes, UPDATE_SCOPE])
+
+
+def outside_update_scope() -> AbstractContextManager[Any]:
+    """Return a context that leaves `update_scope`, since a variable's name in a checkpoint comes from its scope."""
+    scopes = _scopes()
+    if tf.executing_eagerly() or UPDATE_SCOPE not in scopes:
+        return nullcontext()
+    return _absolute([scope for scope in scopes if scope != UPDATE_SCOPE])
+
+
+def decision(finite: tf.Tensor) -> tf.Tensor:
+    """Return ``finite``, the scalar bool that decides whether a step is applied, under its marked name."""
+    return finite if tf.executing_eagerly() else tf.identity(finite, name=FINITE)
+
+
+def apply_gradients(optimizer: Any, pairs: Sequence[tuple[Any, Any]], options: Mapping[str, Any]) -> Any:
+    """Run ``optimizer.apply_gradients(pairs, **options)``, marked as update, without renaming its slots."""
+    is_v1 = isinstance(optimizer, tf.compat.v1.train.Optimizer)  # these take no name where replicas merge
+    if tf.executing_eagerly() or not is_v1 or tf.distribute.has_strategy():
+        return optimizer.apply_gradients(pairs, **options)
+    # These make some of their variables before they enter the scope whose name they get.
+    name = f"{UPDATE_SCOPE}/{options.get('name') or optimizer.get_name()}"
+    with outside_update_scope():
+        return optimizer.apply_gradients(pairs, **{**options, "name": name})
+
+
+def _scopes() -> list[str]:
+    return [scope for scope in tf.get_current_name_scope().split("/") if scope]
+
+
+def _absolute(scopes: Sequence[str]) -> AbstractContextManager[Any]:
+    """Enter an absolute name scope. TensorFlow adds no prefix or number to a name that ends with "/"; "" is root."""
+    return tf.name_scope("".join(f"{scope}/" for scope in scopes))
+
+
+_DECISION = re.compile(rf"(.*/)?{FINITE}(_\d+)?")
+
+
+def decisions_of(graph: Graph) -> list[Node]:
+    """Return the scalars that decide whether a step is applied, found by the name that wrapped optimizers give them."""
+    return [node for node in graph.nodes if node.op == "Identity" and _DECISION.fullmatch(node.name)]
+
+
+def guarded(graph: Graph, averages: Sequence[Node], decided: Sequence[Node], written: Sequence[Any]) -> list[Any]:
+    """Add nodes to a function that restore old averages after a skipped step."""
+    added = _all_of([node.outputs[0] for node in decided])
+    applied = decided[0].outputs[0] if not added else f"{added[-1].name}:z:0"
+    by_name: Mapping[str, Any] = {node.name: node for node in written}
+    first = {average.inputs[0]: average for average in reversed(averages)}  # a layer may be called several times
+    for handle, average in first.items():
+        before = _read(f"{average.name}/polyamp_before", handle, average.controls, average)
+        by_name[average.name].input.append(f"^{before.name}")
+        users = [node.name for node in graph.nodes if handle in node.inputs]
+        added += [before, *_restoring(average, handle, applied, users)]
+    return added
+
+
+def _read(name: str, handle: str, controls: Sequence[str], average: Node) -> Any:
+    node = NodeDef(name=name, op="ReadVariableOp", input=[handle, *(f"^{one}" for one in controls)])
+    node.device, node.attr["dtype"].type = average.definition.device, average.input_ports[1].dtype
+    return node
+
+
+def _restoring(average: Node, handle: str, applied: str, users: Sequence[str]) -> list[Any]:
+    """Return nodes that run after all uses of a variable and restore its old value, unless the step was applied."""
+    name, device = average.name, average.definition.device
+    after = _read(f"{name}/polyamp_after", handle, users, average)
+    values = [applied, f"{after.name}:value:0", f"{name}/polyamp_before:value:0"]
+    chosen = NodeDef(name=f"{name}/polyamp_chosen", op="SelectV2", input=values, device=device)
+    restored = NodeDef(name=f"{name}/polyamp_restored", op="AssignVariableOp", device=device)
+    restored.input.extend([handle, f"{chosen.name}:output:0"])
+    chosen.attr["T"].type = restored.attr["dtype"].type = average.input_ports[1].dtype
+    return [after, chosen, restored]
+
+
+def _all_of(values: Sequence[str]) -> list[Any]:
+    """Return nodes; the last one computes whether all of several scalars are true. No nodes for a single scalar."""
+    nodes: list[Any] = []
+    for value in values[1:]:
+        first = f"{nodes[-1].name}:z:0" if nodes else values[0]
+        nodes.append(NodeDef(name=f"polyamp_all_applied_{len(nodes)}", op="LogicalAnd", input=[first, value]))
+    return nodes
+
+
+def must_run(nodes: Sequence[Any]) -> list[str]:
+    """Return the names of the added nodes that have effects."""
+    return [node.name for node in nodes if node.name.endswith("/polyamp_restored")]

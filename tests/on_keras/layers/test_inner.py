@@ -10,7 +10,7 @@ import pytest
 from keras import layers, ops
 
 import polyamp
-from polyamp.backends.keras.layers.writing import amended
+from polyamp.backends.keras.layers import amended
 
 X = np.random.default_rng(0).standard_normal((8, 4, 4, 16)).astype("float32")
 LARGE = 1e5 * X  # beyond float16

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from polyamp.backends.tensorflow import rewritten_graph
-from polyamp.backends.tensorflow.graphs.update import is_gradient
+from polyamp.backends.tensorflow.graphs.parts import is_gradient
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from support.tensorflow_cases import LOW, POLICIES, PRODUCTS, normal, relative_error, types_of
 from support.tensorflow_pass import after_pass

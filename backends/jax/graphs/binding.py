@@ -3,19 +3,198 @@
 JAX derives the backward pass from what is bound: its sums, and the arrays that it keeps, have the formats chosen here.
 For example, a float16 bias that is added to 512 rows has a sum over 512 rows as its derivative. So the bias is spread
 over the rows in float32 first, and then cast: the derivative sums in float32.
+
+A value has a recipe: how it was computed, so that operations in float32 can compute it again, for two reasons.
+
+- A logarithm must not take a value that was rounded, such as a sigmoid close to 1. In ``log(1 - sigmoid(x @ w))`` the
+  sigmoid and the difference are computed again in float32, from the float16 product. The product is a *leaf*.
+- The backward pass may need a float32 value that was computed from 16-bit arrays. It keeps these arrays, which are half
+  as large and often kept anyway, and computes the value again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.graphs.cells import FLOAT32, Cell
-from polyamp.backends.jax.graphs.recipes import Taken, bind, is_traced, take, with_less_kept
+from polyamp.backends.jax.graphs.cells import FLOAT32, CallResult, Cell, Recipe
+
+_CHEAP = frozenset(
+    {"add", "sub", "mul", "div", "neg", "abs", "exp", "max", "min", "clamp", "select_n", "square", "integer_pow"}
+    | {"sqrt", "rsqrt", "logistic", "tanh", "erf", "broadcast_in_dim", "reshape", "squeeze", "copy"}
+)
+_ANEW = ("saturated", "pointwise")
+_DEPTH = 8
+
+
+def note_equation(equation: Any, cells: Sequence[Cell], results: Sequence[Cell], anew: Sequence[str]) -> None:
+    """Record how the result of an equation was computed, if an operation may need it again."""
+    if len(results) == 1 and (equation.primitive.name in _CHEAP or results[0].value.role in _ANEW):
+        results[0].recipe = Recipe(equation, cells, anew)
+
+
+def note_call(results: Sequence[Cell], again: Callable[[], Sequence[Cell]]) -> None:
+    """Record how to compute the results of a call again: ``again`` returns them, and is called at most once."""
+    found: list[Cell] = []
+
+    def result(index: int) -> Cell:
+        if not found:
+            found.extend(again())
+        return found[index]
+
+    for index, cell in enumerate(results):
+        if cell.value.role in _ANEW:
+            cell.recipe = CallResult(result, index)
+
+
+def is_traced(cell: Cell) -> bool:
+    """Return whether a value is floating-point and still traced, without a number."""
+    return cell.inexact and _is_tracer(cell)
+
+
+def _is_tracer(cell: Cell) -> bool:
+    return isinstance(cell.array, jax.core.Tracer)
+
+
+def compute_again(cell: Cell, roles: Iterable[str] = _ANEW) -> Any:
+    """Return a value in float32. With one of these roles it is computed again, not cast from its rounded value."""
+    (taken,) = take([cell], tuple(roles))
+    return bind(lambda arrays: arrays, [taken])[0] if taken.is_anew else cell.cast(FLOAT32)
+
+
+class Taken(NamedTuple):
+    """How a float32 operation takes one of its inputs."""
+
+    cell: Cell  # the input
+    leaves: list[Cell]  # the values to compute the input from; only the input itself if it is not computed again
+    is_anew: bool = False  # whether the derivative goes through the leaves, because the rounded value is not used
+
+
+def take(cells: Sequence[Cell], roles: Sequence[str] = ()) -> list[Taken]:
+    """Return how an operation takes each input: those with one of these roles are computed again in float32."""
+    return [_take(cell, roles) for cell in cells]
+
+
+def _take(cell: Cell, roles: Sequence[str]) -> Taken:
+    if cell.value.state == "low" and cell.value.role in roles and _recipe(cell) is not None:
+        return Taken(cell, _distinct(_leaves_anew(cell)), is_anew=True)
+    return Taken(cell, [cell])
+
+
+def with_less_kept(taken: Taken) -> Taken:
+    """Return the same input, computed from arrays that are smaller, if possible."""
+    if taken.is_anew or not is_traced(taken.cell) or taken.cell.dtype != FLOAT32:
+        return taken
+    return taken._replace(leaves=_smallest(taken.cell, _DEPTH))
+
+
+def bind(operation: Callable[[list[Any]], list[Any]], inputs: Sequence[Taken]) -> list[Any]:
+    """Bind an operation on float32 arrays, so that the backward pass keeps the leaves of its inputs."""
+    # All users of an input that is not computed again share one array. Its derivative goes to this array, where the
+    # gradients of all users add up in float32. The value of the input is computed from the leaves.
+    kept = [leaf for leaf in _distinct(leaf for taken in inputs for leaf in taken.leaves) if _is_tracer(leaf)]
+    users = (leaf for taken in inputs for leaf in (taken.leaves if taken.is_anew else [taken.cell]))
+    shared = [cell for cell in _distinct(users) if is_traced(cell) and not _is_itself(cell, kept)]
+    numbers = {id(leaf): _number(leaf) for taken in inputs for leaf in taken.leaves if not _is_tracer(leaf)}
+
+    def again(arrays: Sequence[Any], wide: Sequence[Any]) -> list[Any]:
+        originals = {id(cell): array for cell, array in zip(shared, wide, strict=True)}
+        values = {id(cell): _widened(cell, array) for cell, array in zip(kept, arrays, strict=True)}
+        return operation([_computed(taken, values | numbers, originals) for taken in inputs])
+
+    wide = [cell.cast(FLOAT32 if cell.declared == FLOAT32 else cell.dtype) for cell in shared]
+    if not kept:
+        return again([], wide)
+    results: list[Any] = jax.checkpoint(again, prevent_cse=False)([leaf.array for leaf in kept], wide)
+    return results
+
+
+def _is_itself(cell: Cell, kept: Sequence[Cell]) -> bool:
+    """Return whether the kept array of a value is the one that its users share: then derivatives can pass it."""
+    return cell.dtype == cell.declared and any(cell is leaf for leaf in kept)
+
+
+def _computed(taken: Taken, values: dict[int, Any], originals: dict[int, Any]) -> Any:
+    """Return an input computed from its leaves, with the derivative of its original."""
+    known = {id(leaf): values[id(leaf)] for leaf in taken.leaves}
+    if taken.is_anew or id(taken.cell) in known:
+        return _value(taken.cell, {key: _with_gradient(array, originals.get(key)) for key, array in known.items()})
+    own = _value(taken.cell, {key: lax.stop_gradient(array) for key, array in known.items()})
+    return _with_gradient(own, originals.get(id(taken.cell)))
+
+
+def _number(cell: Cell) -> Any:
+    return cell.cast(FLOAT32) if cell.declared == FLOAT32 else cell.array
+
+
+def _value(cell: Cell, known: dict[int, Any]) -> Any:
+    """Return a value in float32, computed from known values."""
+    if id(cell) not in known:
+        recipe = _recipe(cell)
+        assert recipe is not None  # otherwise it is one of the leaves
+        inputs = [_value(source, known) for source in recipe.cells]
+        known[id(cell)] = unstable.bound(recipe.equation, inputs, recipe.equation.params)[0]
+    return known[id(cell)]
+
+
+@jax.custom_jvp
+def _gradient_of(value: Any, original: Any) -> Any:
+    return value
+
+
+@_gradient_of.defjvp
+def _tangent(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    return primals[0], tangents[1]
+
+
+def _with_gradient(value: Any, original: Any) -> Any:
+    """Return a value with the derivative of another array that holds the same numbers."""
+    return value if original is None else _gradient_of(value, original)
+
+
+def _widened(cell: Cell, array: Any) -> Any:
+    is_narrow = cell.declared == FLOAT32 and cell.dtype != FLOAT32
+    return unstable.converted(array, FLOAT32) if is_narrow else array
+
+
+def _recipe(cell: Cell) -> Recipe | None:
+    while isinstance(cell.recipe, CallResult):
+        called = cell.recipe
+        cell.recipe = called.result(called.place).recipe
+    return cell.recipe
+
+
+def _leaves_anew(cell: Cell) -> list[Cell]:
+    recipe = _recipe(cell) if cell.value.state == "low" and cell.value.role in _ANEW else None
+    return [cell] if recipe is None else [leaf for source in recipe.cells for leaf in _leaves_anew(source)]
+
+
+def _smallest(cell: Cell, depth: int) -> list[Cell]:
+    """Return the values that a float32 value can be computed from, if they are smaller; else the value itself."""
+    recipe = cell.recipe if cell.dtype == FLOAT32 and depth else None
+    if not isinstance(recipe, Recipe) or recipe.equation.primitive.name not in _CHEAP:
+        return [cell]
+    sources = ((source, _take(source, recipe.anew)) for source in recipe.cells)
+    parts = (taken.leaves if taken.is_anew else _smallest(source, depth - 1) for source, taken in sources)
+    leaves = _distinct(leaf for part in parts for leaf in part)
+    traced = [leaf for leaf in leaves if _is_tracer(leaf)]
+    return leaves if sum(map(_bytes, traced)) < _bytes(cell) else [cell]
+
+
+def _bytes(cell: Cell) -> float:
+    shape = cell.array.shape
+    known = all(isinstance(length, int) for length in shape)
+    return math.prod(shape) * cell.array.dtype.itemsize if known else math.inf
+
+
+def _distinct(cells: Iterable[Cell]) -> list[Cell]:
+    return list({id(cell): cell for cell in cells}.values())
+
 
 _SPREADING = ("add", "sub", "mul", "div", "max", "min")
 _REPEATING = ("broadcast_in_dim", "gather")

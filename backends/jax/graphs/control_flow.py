@@ -25,22 +25,22 @@ import jax
 from jax import lax
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.graphs import recipes
+from polyamp.backends.jax.graphs import binding
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, held_as_declared
-from polyamp.backends.jax.graphs.run import Run
+from polyamp.backends.jax.graphs.interpreter import Interpreter
 from polyamp.deciding import Decider
 from polyamp.flow import CARRIED, Value
 
 
-def jit(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Run the equations in place of the call, or call a rewritten function if it is called several times."""
+def jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Interpreter the equations in place of the call, or call a rewritten function if it is called several times."""
     # A call that places or donates its arguments stays, and so do the types of its arguments and results.
     if unstable.is_plain_jit(equation.params):
         called = equation.params["jaxpr"]
         if not run.repeats.is_repeated(called):
             return run.run(called, cells, path)
         results = _call_rewritten(run, equation, cells, path)
-        recipes.note_call(results, lambda: run.run(called, cells, path))
+        binding.note_call(results, lambda: run.run(called, cells, path))
         return results
     inner = held_as_declared(cells)
     outputs: list[Cell] = []
@@ -54,17 +54,17 @@ def jit(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     return around(outputs, results)
 
 
-def closed_call(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Run the equations in place of the call."""
+def closed_call(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Interpreter the equations in place of the call."""
     return run.run(equation.params["call_jaxpr"], cells, path)
 
 
-def forward_rule(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Run the forward rule of a custom derivative with ``optimize_remat`` in its place."""
+def forward_rule(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Interpreter the forward rule of a custom derivative with ``optimize_remat`` in its place."""
     return run.run(equation.params["fwd_jaxpr"], cells, path)
 
 
-def remat(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+def remat(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     """Trace the function again and bind it with all its settings: nothing else can set ``differentiated``."""
     trace = Traced(run, equation.params["jaxpr"], cells, path)
     jaxpr, constants = unstable.without_constants(trace.closed)
@@ -72,7 +72,7 @@ def remat(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     return around(trace.outputs, results)
 
 
-def shard_map(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+def shard_map(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     """Map the function over the same axes again."""
     params = equation.params
 
@@ -101,7 +101,7 @@ class _Rewritten(NamedTuple):
 _KNOWN: WeakKeyDictionary[Any, dict[Any, _Rewritten]] = WeakKeyDictionary()
 
 
-def _call_rewritten(run: Run, equation: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
+def _call_rewritten(run: Interpreter, equation: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
     rewritten = _rewritten(run, equation.params["jaxpr"], cells, path)
     run.decider.take_over(rewritten.decider)
     arrays = [cell.array for cell in cells]
@@ -109,7 +109,7 @@ def _call_rewritten(run: Run, equation: Any, cells: Sequence[Cell], path: str) -
     return around(rewritten.outputs, results)
 
 
-def _rewritten(run: Run, closed: Any, cells: Sequence[Cell], path: str) -> _Rewritten:
+def _rewritten(run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) -> _Rewritten:
     """Return the jaxpr rewritten for arguments in these formats."""
     known = _KNOWN.setdefault(closed, {})
     key = (run.policy, run.is_looped, run.place(path), tuple(cell.format for cell in cells), _equal(cells))
@@ -125,7 +125,9 @@ def _rewritten(run: Run, closed: Any, cells: Sequence[Cell], path: str) -> _Rewr
     return known[key, held] if held else known[key]
 
 
-def _rewrite(run: Run, closed: Any, cells: Sequence[Cell], path: str, held: frozenset[tuple[int, Value]]) -> _Rewritten:
+def _rewrite(
+    run: Interpreter, closed: Any, cells: Sequence[Cell], path: str, held: frozenset[tuple[int, Value]]
+) -> _Rewritten:
     """Rewrite a jaxpr for arguments in these formats. The outputs in ``held`` return in their declared dtypes."""
     outputs: list[Cell] = []
     own, values = run.apart(), dict(sorted(held))
@@ -164,7 +166,7 @@ def _is_float32_as_declared(cell: Cell) -> bool:
 class Traced:
     """A program traced with the formats that its arguments have now."""
 
-    def __init__(self, run: Run, closed: Any, cells: Sequence[Cell], path: str) -> None:
+    def __init__(self, run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) -> None:
         self.arrays = [cell.array for cell in cells]
         self.outputs: list[Cell] = []
 
@@ -185,7 +187,7 @@ class Traced:
         return run
 
 
-def cond(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+def cond(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     """Trace every branch first. An output is low if it is low in all of them."""
     index, *operands = cells
     traces = [Traced(run, branch, operands, path) for branch in equation.params["branches"]]
@@ -206,14 +208,14 @@ def _join(outputs: tuple[Cell, ...]) -> Cell:
     return Cell(first.array, dtype, first.declared, first.value, shared=True)
 
 
-def scan(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Run a ``scan`` with its body under the flow rule."""
+def scan(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Interpreter a ``scan`` with its body under the flow rule."""
     params = equation.params
     constants, carried, stacked = _split(cells, *unstable.loop_parts(params))
     constants = held_as_declared(constants)  # cast in each iteration, so that their gradients add up in float32
     length, reverse, unroll = params["length"], params["reverse"], params["unroll"]
 
-    def loop(run: Run, models: Sequence[Cell], found: list[Cell]) -> tuple[list[Any], list[Cell]]:
+    def loop(run: Interpreter, models: Sequence[Cell], found: list[Cell]) -> tuple[list[Any], list[Cell]]:
         planned = _planning(run, length)
 
         def body(carry: list[Any], slices: list[Cell]) -> tuple[list[Any], list[Cell]]:
@@ -232,12 +234,12 @@ def scan(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     return around(models, last) + outputs
 
 
-def while_loop(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Run a ``while`` with its condition and body under the flow rule."""
+def while_loop(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Interpreter a ``while`` with its condition and body under the flow rule."""
     params = equation.params
     for_condition, for_body, carried = _split(cells, params["cond_nconsts"], params["body_nconsts"])
 
-    def loop(run: Run, models: Sequence[Cell], found: list[Cell]) -> Sequence[Any]:
+    def loop(run: Interpreter, models: Sequence[Cell], found: list[Cell]) -> Sequence[Any]:
         planned = _planning(run)
 
         def condition(carry: Sequence[Any]) -> Any:
@@ -259,12 +261,12 @@ def while_loop(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Ce
 
 
 def _models(
-    run: Run,
+    run: Interpreter,
     equation: Any,
     cells: Sequence[Cell],
     carried: Sequence[Cell],
     path: str,
-    loop: Callable[[Run, Sequence[Cell], list[Cell]], Any],
+    loop: Callable[[Interpreter, Sequence[Cell], list[Cell]], Any],
 ) -> list[Cell]:
     """Return a model of each value that a loop carries."""
     # The body is traced with all of them in float32. Values that the body nevertheless returns low do not add up over
@@ -290,7 +292,7 @@ def _carry(cell: Cell) -> Cell:
     return Cell(cell.array, cell.declared, cell.declared, value, shared=True)
 
 
-def _planning(run: Run, times: int = 1) -> Callable[[], Any]:
+def _planning(run: Interpreter, times: int = 1) -> Callable[[], Any]:
     """Return a context for a body that JAX may trace several times: the plan shows the last trace."""
     plan = run.plan
     if plan is None:

@@ -17,11 +17,11 @@ import numpy as np
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.cells import Cell
-from polyamp.backends.jax.graphs.run import Run
+from polyamp.backends.jax.graphs.interpreter import Interpreter
 
 
-def custom_jvp(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Run the function and its rule under the flow rule; a tangent has its primal's dtype."""
+def custom_jvp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Interpreter the function and its rule under the flow rule; a tangent has its primal's dtype."""
     _, rule = unstable.custom_functions(equation)
     formats = _Formats()
 
@@ -41,8 +41,8 @@ def custom_jvp(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Ce
     return list(call(*cells))
 
 
-def custom_vjp(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Run the function and its two rules under the flow rule; residuals keep the formats that it decides."""
+def custom_vjp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Interpreter the function and its two rules under the flow rule; residuals keep the formats that it decides."""
     sees_zeros = equation.params["symbolic_zeros"]
     _, forward_rule, backward_rule = unstable.custom_functions(equation)
     formats = _Formats()
@@ -81,8 +81,8 @@ def custom_vjp(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Ce
     return list(call(*cells))
 
 
-def custom_vmap(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Run the function and its rule for ``vmap`` under the flow rule."""
+def custom_vmap(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Interpreter the function and its rule for ``vmap`` under the flow rule."""
     program, own_rule = unstable.batching_rule(equation)
     formats = _Formats()
 
@@ -148,7 +148,7 @@ def _filled(cell: Cell) -> Cell:
     return cell.around(zeros(cell.array.shape, cell.array.dtype))
 
 
-def _call_with_fixed(run: Run, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
+def _call_with_fixed(run: Interpreter, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
     """Call a function with arguments and results that a jaxpr cannot hold: float0, symbolic zeros, flags."""
     fixed = {index: cell.array for index, cell in enumerate(cells) if _is_fixed(cell)}
     free = [cell for index, cell in enumerate(cells) if index not in fixed]

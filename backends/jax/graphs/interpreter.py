@@ -9,6 +9,7 @@ around it sees an ordinary program.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,17 +20,57 @@ import numpy as np
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.arrays import dtype_of
-from polyamp.backends.jax.graphs import control_flow, derivatives, recipes
+from polyamp.backends.jax.graphs import binding
 from polyamp.backends.jax.graphs.binding import bind_low, bind_wide
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, declared_value
 from polyamp.backends.jax.graphs.decisions import Decided, PlanBuilder, decide_equation, note_same
-from polyamp.backends.jax.graphs.run import Handler, Repeats, Run
 from polyamp.backends.jax.operations import canonical
 from polyamp.deciding import Decider
 from polyamp.errors import UnsupportedError
 from polyamp.flow import INPUT, WEAK, Value, magnitude
 from polyamp.policies import Policy
 from polyamp.rules import decide
+
+
+class Repeats:
+    """The functions that one program calls more than once, and the facts about its loops."""
+
+    def __init__(self) -> None:
+        self.loops: dict[Any, tuple[Any, list[Value]]] = {}
+        self._times: Counter[int] = Counter()
+        self._chained: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
+
+    def count(self, closed: Any) -> None:
+        """Count the calls in a program, which must live as long as this object."""
+        made: dict[Any, tuple[int, int]] = {}
+        for equation in unstable.opened(closed)[0].eqns:
+            for part in unstable.inner_programs(equation):
+                if not _is_call(equation):
+                    self.count(part)
+                    continue
+                self._times[id(part)] += 1
+                if self._times[id(part)] == 1:
+                    self.count(part)
+                self._chained[id(part)] |= _links(equation, id(part), made)
+
+    def is_repeated(self, closed: Any) -> bool:
+        """Return whether a jaxpr is called more than once and has more than one equation."""
+        return self._times[id(closed)] > 1 and len(unstable.opened(closed)[0].eqns) > 1
+
+    def links(self, closed: Any) -> set[tuple[int, int]]:
+        """Return the outputs of a jaxpr that are inputs of a later call of it, as pairs (output, input)."""
+        return self._chained[id(closed)]
+
+
+def _is_call(equation: Any) -> bool:
+    return equation.primitive.name == "jit" and unstable.is_plain_jit(equation.params)
+
+
+def _links(equation: Any, called: int, made: dict[Any, tuple[int, int]]) -> set[tuple[int, int]]:
+    """Return the links from earlier calls of the same function to a call, and add the call's outputs to ``made``."""
+    inputs = [made.get(atom) if unstable.is_variable(atom) else None for atom in equation.invars]
+    made.update({variable: (called, place) for place, variable in enumerate(equation.outvars)})
+    return {(source[1], place) for place, source in enumerate(inputs) if source is not None and source[0] == called}
 
 
 class Interpreter:
@@ -105,7 +146,7 @@ class Interpreter:
             results = _results(equation, bound, decided.value, FLOAT32)
         else:
             results = _results(equation, self._bind(equation, decided, cells), decided.value, decided.held)
-            recipes.note_equation(equation, cells, results, decided.outcome.anew)
+            binding.note_equation(equation, cells, results, decided.outcome.anew)
         note_same(equation, cells, results)
         return results
 
@@ -162,12 +203,12 @@ def _results(equation: Any, arrays: Sequence[Any], value: Value, held: Any) -> l
     ]
 
 
-def _barrier(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+def _barrier(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     """Pass each operand on in its own format."""
     return around(cells, unstable.bound(equation, [cell.array for cell in cells], equation.params))
 
 
-def _convert(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell] | None:
+def _convert(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell] | None:
     """Carry out a cast that the user wrote. A cast from float32 to float32 (of a weak type) does nothing."""
     # The result of a cast from integers is an input, such as labels or positions; that of a cast from booleans is 0 or
     # 1.
@@ -185,18 +226,8 @@ def _convert(run: Run, equation: Any, cells: list[Cell], path: str) -> list[Cell
     return None
 
 
-HANDLERS: dict[str, Handler] = {
-    "jit": control_flow.jit,
-    "closed_call": control_flow.closed_call,
-    "remat_opt": control_flow.forward_rule,
-    "remat2": control_flow.remat,
-    "shard_map": control_flow.shard_map,
-    "scan": control_flow.scan,
-    "while": control_flow.while_loop,
-    "cond": control_flow.cond,
-    "custom_jvp_call": derivatives.custom_jvp,
-    "custom_vjp_call": derivatives.custom_vjp,
-    "custom_vmap_call": derivatives.custom_vmap,
-    "optimization_barrier": _barrier,
-    "convert_element_type": _convert,
-}
+Handler = Callable[[Interpreter, Any, list[Cell], str], list[Cell] | None]
+"""Returns the outputs of an equation, or None if the interpreter must bind it as an operation."""
+
+# Handlers of primitives that hold programs need an interpreter, so `program` adds them.
+HANDLERS: dict[str, Handler] = {"optimization_barrier": _barrier, "convert_element_type": _convert}

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.arrays import is_array
-from polyamp.backends.jax.graphs import recipes
+from polyamp.backends.jax.graphs import binding, control_flow, derivatives
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, is_inexact
-from polyamp.backends.jax.graphs.interpreter import Interpreter
+from polyamp.backends.jax.graphs.interpreter import HANDLERS, Interpreter
 from polyamp.backends.jax.graphs.refusals import refusals
 from polyamp.backends.jax.modules import captured_parameters, parameters_among
 from polyamp.flow import INPUT, WEAK
@@ -94,7 +94,7 @@ def _as_traced(cell: Cell, variable: Any) -> Any:
     """Return an output with its traced dtype, which may be a weak type."""
     is_rounded = cell.value.role == "saturated" and cell.declared == FLOAT32  # its user may take a logarithm
     array, weak = (
-        recipes.compute_again(cell) if is_rounded else cell.restored(),
+        binding.compute_again(cell) if is_rounded else cell.restored(),
         getattr(variable.aval, "weak_type", False),
     )
     if unstable.dtype_in(variable) is None:
@@ -165,3 +165,20 @@ def _walk_inner(part: Any, holder: Equation, made: dict[Any, Any]) -> Iterator[E
     if len(jaxpr.outvars) == len(holder.own.outvars):
         results = zip(holder.own.outvars, jaxpr.outvars, strict=True)
         made.update({outer: taken.get(inner) for outer, inner in results if unstable.is_variable(inner)})
+
+
+HANDLERS.update(
+    {
+        "jit": control_flow.jit,
+        "closed_call": control_flow.closed_call,
+        "remat_opt": control_flow.forward_rule,
+        "remat2": control_flow.remat,
+        "shard_map": control_flow.shard_map,
+        "scan": control_flow.scan,
+        "while": control_flow.while_loop,
+        "cond": control_flow.cond,
+        "custom_jvp_call": derivatives.custom_jvp,
+        "custom_vjp_call": derivatives.custom_vjp,
+        "custom_vmap_call": derivatives.custom_vmap,
+    }
+)

@@ -4,12 +4,7 @@ With a CUDA device, a region is the native one, and the scaler is polyamp's. Wit
 disables itself, so that a script trains in float32; here the script gets the precision that it asks for, on the devices
 there are. A region with ``enabled=False``, and a scaler with it, do what the native ones do.
 
-`install` puts the names of this module into the real modules, for programs that are run unchanged:
-
->>> install()
->>> torch.cuda.amp.GradScaler is GradScaler
-True
->>> uninstall()
+Under `polyamp run`, `install` puts the names of this module into the real modules.
 """
 
 from __future__ import annotations
@@ -19,7 +14,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -32,34 +27,13 @@ from polyamp.backends.torch.unstable import constant_when_compiled
 from polyamp.errors import warn_deprecated, warn_once
 from polyamp.policies import policy
 from polyamp.regions import autocast as polyamp_autocast
+from polyamp.run import Session, current, found
 
-__all__ = [
-    "GradScaler",
-    "OptState",
-    "amp_definitely_not_available",
-    "autocast",
-    "custom_bwd",
-    "custom_fwd",
-    "install",
-    "uninstall",
-]
+__all__ = ["GradScaler", "OptState", "amp_definitely_not_available", "autocast", "custom_bwd", "custom_fwd", "install"]
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 _POLICIES = {torch.float16: policy("mixed_float16"), torch.bfloat16: policy("mixed_bfloat16")}
-
-
-class Listener(Protocol):
-    """What is notified of the script's own mixed precision; `polyamp.run.Session` is one."""
-
-    def found(self, interface: str) -> None:
-        """Record that an interface is used, before it has an effect."""
-
-    def add(self, holder: Any) -> None:
-        """Record a scaler."""
-
-
-_listener: Listener | None = None
 
 
 def autocast(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> Any:
@@ -69,9 +43,6 @@ def autocast(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_ena
     >>> with autocast(dtype=torch.bfloat16):
     ...     print((x @ x).dtype)
     torch.bfloat16
-    >>> with autocast(enabled=False):
-    ...     print((x @ x).dtype)
-    torch.float32
 
     Args:
         enabled: False turns autocast off in the region.
@@ -83,13 +54,13 @@ def autocast(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_ena
         PolyampDeprecationWarning: at the first use; its message has the line to write instead.
         PolyampWarning: at the first use without a CUDA device: the region holds on the devices there are.
     """
-    _report_autocast("torch.cuda.amp.autocast", "cuda", enabled, str(dtype))
+    _report_region("cuda", enabled, str(dtype))
     return _region("cuda", enabled, dtype, cache_enabled)
 
 
 def cpu_autocast(enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> Any:
     """Return a region of autocast on the CPU, as ``torch.cpu.amp.autocast`` does; see `autocast`."""
-    _report_autocast("torch.cpu.amp.autocast", "cpu", enabled, str(dtype))
+    _report_region("cpu", enabled, str(dtype))
     return _region("cpu", enabled, dtype, cache_enabled)
 
 
@@ -99,32 +70,23 @@ def _region(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: 
     The formats are the same in both, except in float16 on a CPU, where polyamp has CUDA's list of operations.
     """
     low = _POLICIES.get(dtype)
-    is_native = (device_type,) != DEVICE_TYPES and _is_here(device_type)
+    is_native = device_type in DEVICE_TYPES and len(DEVICE_TYPES) > 1
     if is_native or not enabled or low is None or not cache_enabled:
         return torch.autocast(_device(device_type), dtype=dtype, enabled=bool(enabled), cache_enabled=cache_enabled)
     return traced_context(low) or polyamp_autocast(low, backend="torch")
 
 
-def _is_here(device_type: str) -> bool:
-    return device_type in DEVICE_TYPES
-
-
 def _device(device_type: str) -> str:
     """Return a device type that is here: this one, else the accelerator, else the CPU."""
-    return device_type if _is_here(device_type) else ACCELERATOR or "cpu"
+    return device_type if device_type in DEVICE_TYPES else ACCELERATOR or "cpu"
 
 
 class GradScaler(PolyampGradScaler):
     """Scale losses as ``torch.cuda.amp.GradScaler`` does, with what `polyamp.backends.torch.GradScaler` adds.
 
-    >>> weight = torch.ones(1, requires_grad=True)
-    >>> sgd = torch.optim.SGD([weight], lr=0.5)
     >>> scaler = GradScaler(init_scale=8.0)
-    >>> scaler.scale(weight.sum()).backward()
-    >>> scaler.step(sgd)
-    >>> scaler.update()
-    >>> weight.detach(), scaler.get_scale()
-    (tensor([0.5000]), 8.0)
+    >>> float(scaler.scale(torch.tensor(2.0)))
+    16.0
 
     Args:
         init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch. Without a CUDA device the
@@ -149,11 +111,11 @@ class GradScaler(PolyampGradScaler):
         name = f"torch.{self._DEVICE}.amp.GradScaler"
         warn_deprecated(f"{name}()", f"{instead}. Or keep the scaler: polyamp.backends.torch.GradScaler()")
         if enabled:
-            _tell(name)
+            found(name)
             _report_devices(self._DEVICE, "float16")
         super().__init__(_device(self._DEVICE), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        if enabled and _listener is not None:
-            _listener.add(self)
+        if enabled and (session := current()) is not None:
+            session.add(self)
 
 
 class CpuGradScaler(GradScaler):
@@ -187,15 +149,9 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
         PolyampDeprecationWarning: at the first use.
     """
     warn_deprecated("torch.cuda.amp.custom_fwd", "@polyamp.backends.torch.custom_fwd")
-    if fwd is None:
-        return functools.partial(_custom_fwd, cast_inputs=cast_inputs)
-    return _custom_fwd(fwd, cast_inputs=cast_inputs)
-
-
-def _custom_fwd(fwd: Any, *, cast_inputs: torch.dtype | None) -> Any:
-    if cast_inputs is None:
-        return custom.custom_fwd(fwd)
-    return torch.amp.custom_fwd(fwd, device_type=_device("cuda"), cast_inputs=cast_inputs)
+    if cast_inputs is not None:
+        return torch.amp.custom_fwd(fwd, device_type=_device("cuda"), cast_inputs=cast_inputs)
+    return custom.custom_fwd if fwd is None else custom.custom_fwd(fwd)
 
 
 def custom_bwd(bwd: Fn) -> Fn:
@@ -215,32 +171,23 @@ def custom_bwd(bwd: Fn) -> Fn:
 
 
 def amp_definitely_not_available() -> bool:
-    """Return False: there is autocast on every device.
-
-    >>> amp_definitely_not_available()
-    False
-    """
+    """Return False: there is autocast on every device."""
     return False
 
 
 @constant_when_compiled
-def _report_autocast(name: str, device_type: str, enabled: bool, dtype: str) -> None:
+def _report_region(device_type: str, enabled: bool, dtype: str) -> None:
     """Warn at the first use. Arguments are plain values, so that Dynamo can compare them."""
     form = dtype.removeprefix("torch.")
-    named = f"mixed_{form}" if form in ("float16", "bfloat16") else "float32"
-    warn_deprecated(f"{name}()", f'polyamp.autocast("{named if enabled else "float32"}")', stacklevel=4)
+    named = f"mixed_{form}" if enabled and form in ("float16", "bfloat16") else "float32"
+    warn_deprecated(f"torch.{device_type}.amp.autocast()", f'polyamp.autocast("{named}")', stacklevel=4)
     if enabled:
-        _tell(name)
+        found(f"torch.{device_type}.amp.autocast")
         _report_devices(device_type, form)
 
 
-def _tell(name: str) -> None:
-    if _listener is not None:
-        _listener.found(name)
-
-
 def _report_devices(device_type: str, form: str) -> None:
-    if not _is_here(device_type):
+    if device_type not in DEVICE_TYPES:
         here = " and ".join(DEVICE_TYPES)
         warn_once(
             f"torch.{device_type}.amp without a {device_type.upper()} device: native autocast and scaler disable "
@@ -249,75 +196,37 @@ def _report_devices(device_type: str, form: str) -> None:
         )
 
 
-# Real modules.
-
+# Dynamo takes the objects with these names in `autocast_mode` for native regions, so they are not the functions.
+_CUSTOM = {"custom_fwd": custom_fwd, "custom_bwd": custom_bwd}
+_AVAILABLE = {"amp_definitely_not_available": amp_definitely_not_available}
 _NAMES: dict[str, dict[str, Any]] = {
-    "torch.cuda.amp": {
-        "autocast": autocast,
-        "GradScaler": GradScaler,
-        "custom_fwd": custom_fwd,
-        "custom_bwd": custom_bwd,
-        "amp_definitely_not_available": amp_definitely_not_available,
-    },
-    # Dynamo takes the objects with these two names for native regions, so they are not the functions themselves.
-    "torch.cuda.amp.autocast_mode": {
-        "autocast": functools.partial(autocast),
-        "custom_fwd": custom_fwd,
-        "custom_bwd": custom_bwd,
-    },
-    "torch.cpu.amp.autocast_mode": {"autocast": functools.partial(cpu_autocast)},
+    "torch.cuda.amp": {"autocast": autocast, "GradScaler": GradScaler, **_CUSTOM, **_AVAILABLE},
+    "torch.cuda.amp.autocast_mode": {"autocast": functools.partial(autocast), **_CUSTOM},
     "torch.cuda.amp.grad_scaler": {"GradScaler": GradScaler, "OptState": OptState},
-    "torch.cuda.amp.common": {"amp_definitely_not_available": amp_definitely_not_available},
+    "torch.cuda.amp.common": _AVAILABLE,
     "torch.cpu.amp": {"autocast": cpu_autocast, "GradScaler": CpuGradScaler},
+    "torch.cpu.amp.autocast_mode": {"autocast": functools.partial(cpu_autocast)},
     "torch.cpu.amp.grad_scaler": {"GradScaler": CpuGradScaler},
 }
 
-_undo: list[Callable[[], object]] = []
 
-
-def install(listener: Listener | None = None) -> None:
-    """Put the names of this module into ``torch.cuda.amp`` and ``torch.cpu.amp``, until `uninstall`.
-
-    Modules that a later PyTorch may lack are created. Installing again only changes the listener. What was imported
-    from the modules before stays as it was.
-
-    Args:
-        listener: is notified of each use that is enabled; see `Listener`. What ``found`` raises goes to the caller.
-    """
-    global _listener
-    _listener = listener
-    if _undo:
-        return
+def install(session: Session) -> None:
+    """Put the names of this module into ``torch.cuda.amp`` and ``torch.cpu.amp`` until a run ends."""
     for module_name, names in _NAMES.items():
-        module = _module(module_name)
+        module = _module(session, module_name)
         for name, value in names.items():
-            _set(module, name, value)
+            session.replace(module, name, value)
 
 
-def uninstall() -> None:
-    """Undo `install`; do nothing if it was not called."""
-    global _listener
-    _listener = None
-    while _undo:
-        _undo.pop()()
-
-
-def _module(name: str) -> ModuleType:
+def _module(session: Session, name: str) -> ModuleType:
+    """Return a module, which is created if PyTorch lacks it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
         module = ModuleType(name, f"The names of `{name}`, on polyamp.")
         module.__path__ = []
         sys.modules[name] = module
-        _undo.append(functools.partial(sys.modules.pop, name, None))
+        session.at_end(functools.partial(sys.modules.pop, name, None))
         parent, _, last = name.rpartition(".")
-        _set(sys.modules[parent], last, module)
+        session.replace(sys.modules[parent], last, module)
         return module
-
-
-def _set(module: ModuleType, name: str, value: Any) -> None:
-    if hasattr(module, name):
-        _undo.append(functools.partial(setattr, module, name, getattr(module, name)))
-    else:
-        _undo.append(functools.partial(delattr, module, name))
-    setattr(module, name, value)

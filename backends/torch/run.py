@@ -91,7 +91,6 @@ def supply_apex(session: Session) -> dict[str, ModuleType]:
 def begin(session: Session) -> None:
     """Replace what is deprecated in torch, and turn mixed precision on if the session has a policy."""
     cuda_amp.install(session)
-    session.at_end(cuda_amp.uninstall)
     policy = session.policy
     if policy is None:
         return

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import polyamp
 from polyamp.backends.torch import cuda_amp
 from polyamp.errors import PolyampDeprecationWarning, PolyampWarning, UsageError
+from polyamp.run import Session, running
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -24,10 +25,11 @@ X = torch.randn(4, 4, device=DEVICE)
 old_interface = pytest.mark.filterwarnings("ignore::polyamp.errors.PolyampWarning")
 
 
-@pytest.fixture(autouse=True)
-def _modules_are_restored() -> Iterator[None]:
-    yield
-    cuda_amp.uninstall()
+@pytest.fixture
+def session() -> Iterator[Session]:
+    with running(Session()) as one:
+        cuda_amp.install(one)
+        yield one
 
 
 def native_state() -> tuple[Any, ...]:
@@ -47,17 +49,8 @@ def test_products_run_in_the_type_of_the_region(dtype: torch.dtype) -> None:
     for _ in range(2):  # an object can be entered again
         with region:
             assert (X @ X).dtype == dtype
+    assert region(lambda: X @ X)().dtype == dtype  # a decorator
     assert native_state() == before
-
-
-@old_interface
-def test_a_region_decorates_a_function() -> None:
-    @cuda_amp.autocast()
-    def product(x: Tensor) -> Tensor:
-        return x @ x
-
-    assert product(X).dtype == torch.float16
-    assert (X @ X).dtype == torch.float32
 
 
 @old_interface
@@ -92,8 +85,7 @@ def test_the_cpu_has_cudas_list_in_float16() -> None:
 
 @old_interface
 @pytest.mark.parametrize("at", ["torch.cuda.amp", "torch.cuda.amp.autocast_mode"])
-def test_compiled_code_enters_the_region(at: str) -> None:
-    cuda_amp.install()
+def test_compiled_code_enters_the_region(at: str, session: Session) -> None:
     autocast = importlib.import_module(at).autocast
 
     @torch.compile(backend="eager")
@@ -233,15 +225,14 @@ def names() -> dict[tuple[str, str], Any]:
     }
 
 
-def test_the_real_modules_have_the_names_until_they_are_restored() -> None:
+def test_the_real_modules_have_the_names_until_the_run_ends() -> None:
     before = names()
-    cuda_amp.install()
-    cuda_amp.install()
+    session = Session()
+    cuda_amp.install(session)
     assert names() == {(module, name): v for module, values in cuda_amp._NAMES.items() for name, v in values.items()}
     assert torch.cuda.amp.GradScaler is cuda_amp.GradScaler
     assert not torch.cuda.amp.common.amp_definitely_not_available()
-    cuda_amp.uninstall()
-    cuda_amp.uninstall()
+    session.close()
     assert names() == before
 
 
@@ -250,54 +241,36 @@ def test_modules_that_a_later_pytorch_lacks_are_created(monkeypatch: pytest.Monk
     for name in gone:
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]  # an import of None fails
     monkeypatch.delattr(torch.cuda, "amp")
-    cuda_amp.install()
+    session = Session()
+    cuda_amp.install(session)
     from torch.cuda.amp import GradScaler
     from torch.cuda.amp.grad_scaler import OptState
 
     assert GradScaler is cuda_amp.GradScaler
     assert OptState is torch.amp.grad_scaler.OptState
-    cuda_amp.uninstall()
+    session.close()
     assert not hasattr(torch.cuda, "amp")
 
 
-class Listening:
-    def __init__(self) -> None:
-        self.interfaces: list[str] = []
-        self.holders: list[Any] = []
-
-    def found(self, interface: str) -> None:
-        self.interfaces.append(interface)
-
-    def add(self, holder: Any) -> None:
-        self.holders.append(holder)
-
-
 @old_interface
-def test_a_listener_is_notified_of_what_is_enabled() -> None:
-    listener = Listening()
-    cuda_amp.install(listener)
+def test_a_run_is_told_what_is_enabled(session: Session) -> None:
     torch.cuda.amp.autocast(enabled=False)
     torch.cuda.amp.GradScaler(enabled=False)
-    assert not listener.interfaces
+    assert not session.interfaces
     torch.cuda.amp.autocast()
     scaler = torch.cuda.amp.GradScaler()
     torch.cpu.amp.autocast()
-    assert listener.interfaces == ["torch.cuda.amp.autocast", "torch.cuda.amp.GradScaler", "torch.cpu.amp.autocast"]
-    assert listener.holders == [scaler]
+    told = ["torch.cuda.amp.autocast", "torch.cuda.amp.GradScaler", "torch.cpu.amp.autocast"]
+    assert [one["interface"] for one in session.interfaces] == told
+    assert session.holders == [scaler]
     assert polyamp.health(scaler) is not None
-    cuda_amp.uninstall()
-    cuda_amp.autocast()
-    assert len(listener.interfaces) == 3
 
 
 @old_interface
-def test_a_refusal_reaches_the_script_before_anything_runs() -> None:
-    class Refusing(Listening):
-        def found(self, interface: str) -> None:
-            raise UsageError("the script has mixed precision of its own", found=interface)
-
-    cuda_amp.install(Refusing())
-    with pytest.raises(UsageError, match=r"torch\.cuda\.amp\.autocast"), torch.cuda.amp.autocast():
-        pytest.fail("the region was entered")
-    with pytest.raises(UsageError, match="GradScaler"):
-        torch.cuda.amp.GradScaler()
+def test_under_a_policy_it_is_refused_before_anything_runs() -> None:
+    with running(Session(polyamp.policy("mixed_float16"))) as session:
+        cuda_amp.install(session)
+        with pytest.raises(UsageError, match=r"torch\.cuda\.amp\.autocast"), torch.cuda.amp.autocast():
+            pytest.fail("the region was entered")
+        with pytest.raises(UsageError, match="GradScaler"):
+            torch.cuda.amp.GradScaler()

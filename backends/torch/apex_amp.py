@@ -1,12 +1,5 @@
 """`apex.amp` on polyamp: the functions that NVIDIA's Apex had until 2025, for programs that still call them.
 
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-
-What each of them is built of:
-
     initialize    `polyamp.autocast` (O1) or `polyamp.convert` (O2, O3), and `attach` for each optimizer
     scale_loss    `LossScaledOptimizer.scale`, and `unscale_` when the block ends
     step          the wrapper's step: an overflow in any block since the last step skips it
@@ -54,6 +47,7 @@ from polyamp.backends.torch.steps.scaler import LossScaler
 from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError, unreported, warn_deprecated
 from polyamp.loss_scale import LossScale
 from polyamp.policies import policy
+from polyamp.refusals import no_optimizer, wrapped_already
 from polyamp.run import current, found
 from polyamp.validation import shown
 
@@ -84,10 +78,6 @@ _INSTEAD = {
     "O3": 'polyamp.convert(model, "O3"); opt = polyamp.wrap_optimizer(opt, "O3", master_weights=False)',
 }
 
-
-# The options of `initialize`.
-
-
 _LEVELS = {
     "O0": Properties(True, "O0", torch.float32, False, None, False, 1.0),
     "O1": Properties(True, "O1", None, True, None, None, "dynamic"),
@@ -95,66 +85,40 @@ _LEVELS = {
     "O3": Properties(True, "O3", torch.float16, False, False, False, 1.0),
 }
 
-_ALLOWED = {
-    "cast_model_type": "torch.float16, torch.bfloat16, torch.float32, or False to leave it",
-    "patch_torch_functions": "True or False",
-    "keep_batchnorm_fp32": 'True, False, "True" or "False"',
-    "master_weights": "True or False",
-    "loss_scale": '"dynamic", a number, or a number in a string',
-}
-
-# What an option does, the levels that do it, and the values that any level takes.
-_NEEDS: dict[str, tuple[str, str, tuple[Any, ...]]] = {
-    "cast_model_type": ("casts the model", "O2 or O3", (False, torch.float32)),
-    "patch_torch_functions": ("casts around operations", "O1", (False,)),
-    "keep_batchnorm_fp32": ("keeps layers of a cast model in float32", "O2 or O3", ()),
-    "master_weights": ("keeps copies of 16-bit parameters", "O2 or O3", ()),
+# The values of an option, the levels that it is for, and the values that change nothing at the others.
+_FLAGS = (True, False)
+_OPTIONS: dict[str, tuple[tuple[Any, ...], str, tuple[Any, ...]]] = {
+    "cast_model_type": ((*_FORMATS, False), "O2 or O3", (False, torch.float32)),
+    "patch_torch_functions": (_FLAGS, "O1", (False,)),
+    "keep_batchnorm_fp32": ((*_FLAGS, "True", "False"), "O2 or O3", ()),
+    "master_weights": (_FLAGS, "O2 or O3", ()),
 }
 
 
-def _properties(opt_level: Any, options: dict[str, Any]) -> Properties:
+def _properties(opt_level: Any, loss_scale: Any, options: dict[str, Any]) -> Properties:
     """Return the options of a level with those that were passed and are not None."""
     if opt_level not in _LEVELS:
-        raise InvalidValueError(
-            "unknown optimization level",
-            where="amp.initialize(opt_level=)",
-            found=repr(opt_level),
-            allowed=", ".join(_LEVELS),
-            fix="write the letter O, not the digit 0",
-        )
-    given = {name: _read(name, value) for name, value in options.items() if value is not None}
+        raise _wrong("opt_level", opt_level, f"{', '.join(_LEVELS)}, with the letter O")
+    given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():
-        does, levels, harmless = _NEEDS.get(name, ("", "", (value,)))
+        allowed, levels, harmless = _OPTIONS[name]
+        if value not in allowed:
+            raise _wrong(name, value, ", ".join(map(repr, allowed)))
         if (levels == "O1") != (opt_level == "O1") and value not in harmless:
-            raise InvalidValueError(
-                f"this option {does}, which the optimization level does not do",
-                where=f"amp.initialize({name}=)",
-                found=repr(value),
-                allowed=f"with {levels}",
-                fix=f"leave {name}= out, or choose opt_level {levels}",
-            )
+            raise _wrong(name, value, f"this option with opt_level {levels} only: leave it out here")
+        given[name] = value == "True" if isinstance(value, str) else value
+    try:
+        if loss_scale is not None:
+            given["loss_scale"] = loss_scale if loss_scale == "dynamic" else float(loss_scale)
+    except (TypeError, ValueError):
+        raise _wrong("loss_scale", loss_scale, '"dynamic", a number, or a number in a string') from None
     return replace(_LEVELS[opt_level], **given)
 
 
-def _read(name: str, value: Any) -> Any:
-    if name == "loss_scale":
-        try:
-            return value if value == "dynamic" else float(value)
-        except (TypeError, ValueError):
-            pass
-    elif name == "cast_model_type":
-        if value is False or value in _FORMATS:
-            return value
-    elif name == "keep_batchnorm_fp32" and value in ("True", "False"):
-        return value == "True"
-    elif isinstance(value, bool):
-        return value
-    raise InvalidValueError(
-        "wrong value of an option", where=f"amp.initialize({name}=)", found=repr(value), allowed=_ALLOWED[name]
+def _wrong(option: str, value: object, allowed: str) -> InvalidValueError:
+    return InvalidValueError(
+        "wrong value of an option", where=f"amp.initialize({option}=)", found=repr(value), allowed=allowed
     )
-
-
-# `initialize`.
 
 
 def initialize(
@@ -190,7 +154,7 @@ def initialize(
         loss_scale: "dynamic", or a number, also in a string.
         cast_model_outputs: dtype of the model's outputs; None is float32 where the model is cast.
         num_losses: number of losses with scales of their own; see ``loss_id`` of `scale_loss`.
-        verbosity: 0 prints nothing about overflows.
+        verbosity: not used: nothing is printed. The optimizer's ``last_step`` says why a step was skipped.
         min_loss_scale: the least dynamic scale.
         max_loss_scale: the largest dynamic scale.
 
@@ -207,28 +171,29 @@ def initialize(
         f'apex.amp.initialize(model, opt, opt_level="{opt_level}")', _INSTEAD.get(opt_level, _INSTEAD["O1"])
     )
     if not enabled:
-        _amp_state.opt_properties, _amp_state.verbosity = Properties(), verbosity
+        _amp_state.opt_properties = Properties()
         return models if optimizers is None else (models, optimizers)
     replacing: dict[str, Any] = {"cast_model_type": cast_model_type, "patch_torch_functions": patch_torch_functions}
     replacing |= {"keep_batchnorm_fp32": keep_batchnorm_fp32, "master_weights": master_weights}
-    properties = _properties(opt_level, {**replacing, "loss_scale": loss_scale})
-    if cast_model_outputs is not None and cast_model_outputs not in _FORMATS:
-        allowed = ", ".join(map(str, _FORMATS))
-        raise _wrong("cast_model_outputs=", "unknown type of outputs", repr(cast_model_outputs), allowed)
+    properties = _properties(opt_level, loss_scale, replacing)
+    if cast_model_outputs not in (None, *_FORMATS):
+        raise _wrong("cast_model_outputs", cast_model_outputs, ", ".join(map(str, _FORMATS)))
     if not isinstance(num_losses, int) or num_losses < 1:
-        raise _wrong("num_losses=", "there must be at least one loss", num_losses, "1 or more")
+        raise _wrong("num_losses", num_losses, "1 or more")
     settings = _settings(properties.loss_scale, min_loss_scale, max_loss_scale)
     some_models: list[nn.Module] = models if isinstance(models, list) else [models]
     some_optimizers: list[torch.optim.Optimizer] = optimizers if isinstance(optimizers, list) else [optimizers]
     some_optimizers = [] if optimizers is None else some_optimizers
-    _check_models(some_models)
-    _check_optimizers(some_optimizers)
-    _amp_state.opt_properties, _amp_state.verbosity = properties, verbosity
+    for model in some_models:
+        _check_model(model)
+    for optimizer in some_optimizers:
+        _check_optimizer(optimizer)
+    _amp_state.opt_properties = properties
     for model in some_models:
         _cast(model, properties, cast_model_outputs)
     _share_scales(properties, settings, num_losses, some_optimizers)
     if properties.patch_torch_functions:
-        handle = _turned_on()
+        handle = _turned_on(_amp_state.handle)
         for model in some_models:
             handle.watch(model)
     return models if not some_optimizers else (models, optimizers)
@@ -242,50 +207,38 @@ def _settings(loss_scale: Any, least: float | None, most: float) -> LossScale:
     return LossScale.like("apex", **{name: value for name, value in limits.items() if value})
 
 
-def _check_models(models: Iterable[nn.Module]) -> None:
+def _check_model(model: Any) -> None:
     """Refuse what is not a model, is wrapped for several devices already, or has 16-bit parameters."""
-    for model in models:
-        if not isinstance(model, nn.Module):
-            raise _wrong_type("models", model, "a torch.nn.Module, or a list of them")
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            raise UsageError(
-                "the model is wrapped for several devices already",
-                where="amp.initialize(models)",
-                found=type(model).__name__,
-                fix=f"call amp.initialize first, then {type(model).__name__}(model)",
-            )
-        values = (*model.named_parameters(), *model.named_buffers())
-        low = [f"{name} of {value.dtype}" for name, value in values if value.dtype in SIXTEEN_BIT]
-        if low and not _amp_state.allow_incoming_model_not_fp32:
-            raise UsageError(
-                "the model has 16-bit parameters or buffers",
-                where="amp.initialize",
-                found=low[0],
-                fix="pass the float32 model, without .half(): amp.initialize casts what has to be cast",
-            )
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(
+            "this is not a model",
+            where="amp.initialize(models)",
+            found=shown(model),
+            allowed="a torch.nn.Module, or a list of them",
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise UsageError(
+            "the model is wrapped for several devices already",
+            where="amp.initialize(models)",
+            found=type(model).__name__,
+            fix=f"call amp.initialize first, then {type(model).__name__}(model)",
+        )
+    values = (*model.named_parameters(), *model.named_buffers())
+    low = [f"{name} of {value.dtype}" for name, value in values if value.dtype in SIXTEEN_BIT]
+    if low and not _amp_state.allow_incoming_model_not_fp32:
+        raise UsageError(
+            "the model has 16-bit parameters or buffers",
+            where="amp.initialize",
+            found=low[0],
+            fix="pass the float32 model, without .half(): amp.initialize casts what has to be cast",
+        )
 
 
-def _check_optimizers(optimizers: Iterable[Any]) -> None:
-    for one in optimizers:
-        if not isinstance(one, torch.optim.Optimizer):
-            raise _wrong_type("optimizers", one, "a plain torch.optim.Optimizer, a list of them, or None")
-        if wrapper_of(one) is not None or isinstance(one, LossScaledOptimizer):
-            raise UsageError(
-                "the optimizer is wrapped already",
-                where="amp.initialize(optimizers)",
-                found=type(one).__name__,
-                fix="pass each optimizer to amp.initialize once, and do not wrap it by polyamp.wrap_optimizer",
-            )
-
-
-def _wrong(option: str, problem: str, value: object, allowed: str) -> InvalidValueError:
-    return InvalidValueError(problem, where=f"amp.initialize({option})", found=value, allowed=allowed)
-
-
-def _wrong_type(name: str, value: object, allowed: str) -> InvalidTypeError:
-    return InvalidTypeError(
-        f"wrong type of {name}", where=f"amp.initialize({name})", found=shown(value), allowed=allowed
-    )
+def _check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise no_optimizer(optimizer, allowed="a plain torch.optim.Optimizer, a list of them, or None")
+    if wrapper_of(optimizer) is not None or isinstance(optimizer, LossScaledOptimizer):
+        raise wrapped_already(type(optimizer).__name__, fix="pass each plain optimizer to amp.initialize once")
 
 
 def _cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None) -> None:
@@ -348,35 +301,21 @@ def _share_scales(
             session.add(wrapper)
 
 
-# O1.
-
-
 def init(enabled: bool = True, **without_effect: Any) -> AmpHandle:
     """Turn O1 on until ``handle._deactivate()``, without models and optimizers; ``enabled=False`` turns nothing on."""
     found("apex.amp.init")
     warn_deprecated("apex.amp.init()", 'with polyamp.autocast("mixed_float16"):')
-    return _turn_on(enabled)
+    return _turned_on(None, enabled)
 
 
-def _turn_on(enabled: bool = True) -> AmpHandle:
-    """Return a new handle, which replaces the last one."""
-    if (last := _amp_state.handle) is not None:
-        last._deactivate()
-    _amp_state.handle = handle = AmpHandle(enabled)
-    return _until_run_ends(handle)
-
-
-def _turned_on() -> AmpHandle:
-    """Return the last handle if it is active, so that models of several calls share one; else a new one."""
-    handle = _amp_state.handle
+def _turned_on(handle: AmpHandle | None, enabled: bool = True) -> AmpHandle:
+    """Return this handle if it is active, so that models of several calls share one; else a new one in its place."""
     if handle is None or not handle.is_open:
-        return _turn_on()
-    handle.replace_registered()
-    handle.enter_here()
-    return _until_run_ends(handle)
-
-
-def _until_run_ends(handle: AmpHandle) -> AmpHandle:
+        if _amp_state.handle is not None:
+            _amp_state.handle._deactivate()
+        handle = _amp_state.handle = AmpHandle(enabled)
+    else:
+        handle.enter()
     if (session := current()) is not None:
         session.at_end(handle._deactivate)
     return handle

@@ -40,29 +40,28 @@ _HERE = _Here()
 
 
 class AmpHandle:
-    """What turns O1 on, in this thread and in others that ask for it, until ``_deactivate()``.
-
-    >>> handle, x = AmpHandle(), torch.ones(2, 2)
-    >>> handle.is_active(), (x @ x).dtype, handle._deactivate(), (x @ x).dtype
-    (True, torch.float16, None, torch.float32)
-
-    Args:
-        enabled: False turns nothing on.
-    """
+    """What turns O1 on, in this thread and in others that ask for it, until ``_deactivate()``."""
 
     def __init__(self, enabled: bool = True) -> None:
         self.is_open = enabled
         self._replaced: list[tuple[Any, str, Any]] = []
         if enabled:
-            self.replace_registered()
-            self.enter_here()
+            self.enter()
 
     def is_active(self) -> bool:
         """Return whether operations have the formats of O1 here."""
         return self.is_open and is_here()
 
-    def enter_here(self) -> None:
-        """Enter the region in this thread, unless it is entered."""
+    def enter(self) -> None:
+        """Enter the region in this thread, and replace the functions that were registered since the last call."""
+        for (owner, name), cast in _registered.items():
+            original = getattr(owner, name)
+            self._replaced.append((owner, name, original))
+            setattr(owner, name, _casting(original, cast=cast))
+        _registered.clear()
+        self._enter_here()
+
+    def _enter_here(self) -> None:
         if not self.is_open or (_HERE.entered is not None and _HERE.entered[0] is self):
             return
         _leave_here()
@@ -71,14 +70,6 @@ class AmpHandle:
         torch.set_autocast_cache_enabled(False)  # a cast without gradients would be used later with them
         _HERE.entered = (self, entered)
 
-    def replace_registered(self) -> None:
-        """Replace the functions that were registered since the last call, until the handle is deactivated."""
-        for (owner, name), cast in _registered.items():
-            original = getattr(owner, name)
-            self._replaced.append((owner, name, original))
-            setattr(owner, name, _casting(original, cast=cast))
-        _registered.clear()
-
     def watch(self, model: nn.Module) -> None:
         """Let the model's calls be in the region, with casts of weights that are kept during a call."""
         model.register_forward_pre_hook(self._call_begins)
@@ -86,7 +77,7 @@ class AmpHandle:
 
     def _call_begins(self, model: nn.Module, args: Any) -> None:
         if self.is_open:
-            self.enter_here()
+            self._enter_here()
             forget_casts()
             torch.set_autocast_cache_enabled(True)
 
@@ -142,11 +133,7 @@ def _to_widest(tree: Any) -> Any:
 
 
 def half_function(fn: Fn) -> Fn:
-    """Let a function take its floating arguments in float16, wherever O1 is active.
-
-    >>> half_function(torch.relu)(torch.ones(1)).dtype  # O1 is not active
-    torch.float32
-    """
+    """Let a function take its floating arguments in float16, wherever O1 is active."""
     return _decorated("half_function", fn, _to_half)
 
 
@@ -161,11 +148,7 @@ def promote_function(fn: Fn) -> Fn:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Let a function of a module or class run in float16, from the next `amp.initialize` or `amp.init` on.
-
-    Raises:
-        InvalidValueError: there is no such function.
-    """
+    """Let a function of a module or class run in float16, from the next `amp.initialize` or `amp.init` on."""
     _register("register_half_function", module, name, _to_half)
 
 

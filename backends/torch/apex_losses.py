@@ -7,9 +7,9 @@ optimizer.step()                                                  unscaled when 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -25,7 +25,7 @@ from polyamp.backends.torch.steps.optimizer import ALIVE, LossScaledOptimizer
 from polyamp.backends.torch.steps.ranks import any_rank
 from polyamp.backends.torch.steps.scaler import LossScaler
 from polyamp.errors import InvalidValueError, StateError, UsageError, warn_deprecated
-from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
+from polyamp.loss_scale import LossScale, LossScaleState
 from polyamp.validation import shown
 
 
@@ -41,38 +41,24 @@ class Properties:
     master_weights: bool | None = None
     loss_scale: Any = 1.0
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """All of them, by name."""
-        return asdict(self)
-
 
 class AmpState(ModuleType):
-    """What `initialize` decided, and the loss scales, which all its optimizers share.
+    """What `initialize` decided, and the loss scales, which all its optimizers share."""
 
-    Apex has a module and an object of the name ``_amp_state``. Here they are one.
-    """
-
+    # Apex has a module and an object of the name ``_amp_state``. Here they are one.
     opt_properties: Properties  # missing before the first call of `initialize`
 
     def __init__(self) -> None:
         super().__init__("apex.amp._amp_state")
         self.handle: AmpHandle | None = None
         self.allow_incoming_model_not_fp32 = False
-        self.verbosity = 1
         self.loss_scalers: list[ShownScaler] = []
         self.scalers = LossScalers(LossScale.like("apex"))
         self._amp_state = self
 
 
 class ShownScaler:
-    """A loss scale under Apex' names.
-
-    >>> shown = ShownScaler(LossScalers(LossScale.like("apex")), 1)
-    >>> shown._loss_scale = 4.0
-    >>> shown.loss_scale(), shown._unskipped, shown.dynamic
-    (4.0, 0, True)
-    """
+    """A loss scale under Apex' names."""
 
     def __init__(self, scalers: LossScalers, loss_id: int) -> None:
         self._scalers = scalers
@@ -83,37 +69,20 @@ class ShownScaler:
         """Polyamp's loss scaler."""
         return self._scalers[self.key]
 
-    @property
-    def dynamic(self) -> bool:
-        """Whether the scale changes."""
-        return self.scaler.settings.dynamic
-
     def loss_scale(self) -> float:
         """Return the scale. Waits for the device if it is on one."""
         return float(self.scaler.state.scale)
 
-    @property
-    def _loss_scale(self) -> float:
-        return self.loss_scale()
-
-    @_loss_scale.setter
-    def _loss_scale(self, scale: float) -> None:
-        if self.dynamic:
+    def _set(self, scale: float) -> None:
+        if self.scaler.settings.dynamic:
             self.scaler.set(scale, where="loss_scaler._loss_scale = scale")
-            return
-        fixed = LossScaler(LossScale.fixed(scale), self.scaler.compute)
-        if self.key is None:
-            self._scalers.main = fixed
+        elif self.key is None:
+            self._scalers.main = LossScaler(LossScale.fixed(scale), self.scaler.compute)
         else:
-            self._scalers.others[self.key] = fixed
+            self._scalers.others[self.key] = LossScaler(LossScale.fixed(scale), self.scaler.compute)
 
-    @property
-    def _unskipped(self) -> int:
-        return int(self.scaler.state.good_steps)
-
-    @_unskipped.setter
-    def _unskipped(self, steps: int) -> None:
-        self.scaler.resume(self.scaler.state._replace(good_steps=steps))
+    _loss_scale = property(loss_scale, _set)
+    _unskipped = property(lambda self: int(self.scaler.state.good_steps))
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -128,9 +97,6 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 _amp_state = AmpState()
-
-
-# `scale_loss`.
 
 
 @contextmanager
@@ -152,7 +118,7 @@ def scale_loss(
         loss_id: number of the loss, below ``num_losses``: each has its own scale.
         model: not used.
         delay_unscale: leave the gradients scaled: a later block, or the step, unscales them.
-        delay_overflow_check: print no line about an overflow in this block.
+        delay_overflow_check: not used.
 
     Raises:
         UsageError: `initialize` was not called, or not with these optimizers; the backward pass was not that of the
@@ -186,8 +152,6 @@ def scale_loss(
     if not delay_unscale:
         _unscale(wrapped, others, scaling)
         _skip_together(wrapped, shown_scaler.scaler)
-        if not delay_overflow_check and _amp_state.verbosity > 0:
-            _report_overflow(wrapped, loss_id)
     forget_casts()
 
 
@@ -246,18 +210,6 @@ def _skip_together(wrapped: Sequence[LossScaledOptimizer], scaler: LossScaler) -
             window.add_overflow(scaler, flag)
 
 
-def _report_overflow(wrapped: Iterable[LossScaledOptimizer], loss_id: int) -> None:
-    """Print Apex' line if a gradient of this loss was not finite. Waits for the device."""
-    scaler = _amp_state.loss_scalers[loss_id].scaler
-    flags = [flag for one in wrapped if (flag := one.window.flags.get(scaler)) is not None]
-    if scaler.settings.dynamic and any(map(bool, flags)):
-        smaller = advance(scaler.settings, on_host(scaler.state), False).scale
-        print(f"Gradient overflow.  Skipping step, loss scaler {loss_id} reducing loss scale to {smaller}")
-
-
-# Saving.
-
-
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the loss scales as ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
 
@@ -283,28 +235,25 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     warn_deprecated(
         "apex.amp.load_state_dict(saved)", "opt.load_state_dict(saved), or polyamp.load_loss_scale(opt, saved)"
     )
-    if not isinstance(state_dict, Mapping) or any("loss_scaler" not in str(key) for key in state_dict):
-        keys = ", ".join(map(repr, state_dict)) if isinstance(state_dict, Mapping) else shown(state_dict)
-        raise _no_state("this is not a state of apex.amp", keys, "loss_scaler0, ...")
-    if len(state_dict) != len(_amp_state.loss_scalers):
-        print(f"Warning: state_dict has {len(state_dict)} entries, and {len(_amp_state.loss_scalers)} losses are used")
-    pairs = list(zip(_amp_state.loss_scalers, state_dict.values(), strict=False))
-    states = [_loaded(scaler, saved) for scaler, saved in pairs]
-    for (scaler, saved), state in zip(pairs, states, strict=True):
-        if state is None:
-            scaler._loss_scale, scaler._unskipped = saved["loss_scale"], saved["unskipped"]
-        else:
-            scaler.scaler.resume(state)
+    saved = list(state_dict.items()) if isinstance(state_dict, Mapping) else [(shown(state_dict), None)]
+    for key, one in saved:
+        if "loss_scaler" not in str(key) or not (isinstance(one, Mapping) and {"loss_scale", "unskipped"} <= set(one)):
+            raise StateError(
+                "this is not a state of apex.amp",
+                where="amp.load_state_dict(saved)",
+                found=f"{key}: {shown(one)}",
+                allowed="loss_scaler0, ..., each with loss_scale and unskipped",
+            )
+    pairs = list(zip(_amp_state.loss_scalers, (one for _, one in saved), strict=False))
+    states = [_loaded(scaler, one) for scaler, one in pairs]
+    for (scaler, one), state in zip(pairs, states, strict=True):
+        if state is None:  # a static scale, which may be any number
+            scaler._loss_scale = one["loss_scale"]
+            state = scaler.scaler.state._replace(good_steps=one["unskipped"])
+        scaler.scaler.resume(state)
 
 
 def _loaded(scaler: ShownScaler, saved: Any) -> LossScaleState | None:
-    """Return the saved state under the scaler's settings; None for a static scale, which may be any number."""
-    if not (isinstance(saved, Mapping) and {"loss_scale", "unskipped"} <= set(saved)):
-        raise _no_state("this is not a loss scale of apex.amp", shown(saved), "loss_scale and unskipped")
-    if not scaler.dynamic:
-        return None
-    return scaler.scaler.settings.from_state_dict({"loss_scaler0": dict(saved)})
-
-
-def _no_state(problem: str, found: str, allowed: str) -> StateError:
-    return StateError(problem, where="amp.load_state_dict(saved)", found=found, allowed=allowed)
+    """Return the saved state under the scaler's settings; None for a static scale."""
+    settings = scaler.scaler.settings
+    return settings.from_state_dict({"loss_scaler0": dict(saved)}) if settings.dynamic else None

@@ -127,26 +127,10 @@ class CpuGradScaler(GradScaler):
 def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> Any:
     """Decorate the ``forward`` of a `torch.autograd.Function`, as ``torch.cuda.amp.custom_fwd`` does.
 
-    >>> class Double(torch.autograd.Function):
-    ...     @staticmethod
-    ...     @custom_fwd(cast_inputs=torch.float32)
-    ...     def forward(ctx, x):
-    ...         return 2 * x
-    ...     @staticmethod
-    ...     @custom_bwd
-    ...     def backward(ctx, grad):
-    ...         return 2 * grad
-    >>> with autocast():
-    ...     print(Double.apply(torch.ones(2, device="cuda" if torch.cuda.is_available() else "cpu").half()).dtype)
-    torch.float32
-
     Args:
         fwd: the function, with the context as its first argument.
         cast_inputs: cast floating inputs to this type inside a region, and run without autocast. None runs the function
             in the region of its call, and so its backward pass.
-
-    Warns:
-        PolyampDeprecationWarning: at the first use.
     """
     warn_deprecated("torch.cuda.amp.custom_fwd", "@polyamp.backends.torch.custom_fwd")
     if cast_inputs is not None:
@@ -155,11 +139,7 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
 
 
 def custom_bwd(bwd: Fn) -> Fn:
-    """Decorate the ``backward`` of a function whose ``forward`` has `custom_fwd`, to run it as that ran.
-
-    Warns:
-        PolyampDeprecationWarning: at the first use.
-    """
+    """Decorate the ``backward`` of a function whose ``forward`` has `custom_fwd`, to run it as that ran."""
     warn_deprecated("torch.cuda.amp.custom_bwd", "@polyamp.backends.torch.custom_bwd")
     in_region, cast = custom.custom_bwd(bwd), torch.amp.custom_bwd(bwd, device_type=_device("cuda"))
 

@@ -38,7 +38,6 @@ def _levels_end_with_their_test() -> Iterator[None]:
     if _amp_state.handle is not None:
         _amp_state.handle._deactivate()
     _amp_state.allow_incoming_model_not_fp32 = False
-    _amp_state.verbosity = 1
 
 
 def digits_model(seed: int = 0) -> nn.Sequential:
@@ -145,7 +144,7 @@ def test_options_replace_what_the_level_implies() -> None:
     amp.initialize(small(), opt_level="O2", cast_model_type=torch.bfloat16, master_weights=False, loss_scale="128.0")
     properties = _amp_state.opt_properties
     assert (properties.enabled, properties.opt_level, properties.master_weights) == (True, "O2", False)
-    assert properties.options["cast_model_type"] is torch.bfloat16
+    assert properties.cast_model_type is torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -263,9 +262,7 @@ def test_accumulation_with_and_without_delayed_unscaling(level: str, delayed: bo
 
 @pytest.mark.parametrize("part", [0, 1, 2])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_in_any_block_skips_and_is_printed(
-    level: str, part: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_overflow_in_any_block_skips(level: str, part: int) -> None:
     model = small()
     opt = sgd(model)
     amp.initialize(model, opt, opt_level=level, num_losses=3)
@@ -280,23 +277,10 @@ def test_an_overflow_in_any_block_skips_and_is_printed(
             if number == part:
                 model[0].weight.grad[0, 0] = math.inf
     opt.step()
-    line = f"Gradient overflow.  Skipping step, loss scaler {part} reducing loss scale to 512.0\n"
-    assert capsys.readouterr().out == line
+    assert "0.weight" in wrapper_of(opt).last_step.reason
     assert contents(wrapper_of(opt)) == before
     assert all(map(torch.equal, model.parameters(), weights))
     assert [one.loss_scale() for one in _amp_state.loss_scalers] == [512.0 if n == part else 1024.0 for n in range(3)]
-
-
-def test_nothing_is_printed_at_verbosity_0(capsys: pytest.CaptureFixture[str]) -> None:
-    model = small()
-    opt = sgd(model)
-    amp.initialize(model, opt, opt_level="O1", verbosity=0)
-    with amp.scale_loss(functional.mse_loss(model(X), Y), opt) as scaled:
-        scaled.backward()
-        model[0].weight.grad[0, 0] = math.inf
-    opt.step()
-    assert not wrapper_of(opt).last_step
-    assert capsys.readouterr().out == ""
 
 
 def gan(level: str | None, steps: int = 5) -> list[float]:
@@ -396,14 +380,13 @@ def test_a_run_resumes_bit_for_bit(level: str) -> None:
     assert contents(wrapper_of(opt)) == weights
 
 
-def test_the_state_of_apex_itself_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_state_of_apex_itself_is_read() -> None:
     model = small()
     opt = sgd(model)
     amp.initialize(model, opt, opt_level="O1", num_losses=2)
     first = {"loss_scale": 512.0, "unskipped": 7}
     amp.load_state_dict({"loss_scaler0": first})
     assert amp.state_dict() == {"loss_scaler0": first, "loss_scaler1": {"loss_scale": 65536.0, "unskipped": 0}}
-    assert "1 entries, and 2 losses" in capsys.readouterr().out
     wrapper = wrapper_of(opt)
     assert (wrapper.loss_scale, wrapper.scaler.state.good_steps) == (512.0, 7)
     for wrong in ({"scale": 1.0}, {"loss_scaler0": {"loss_scale": 2.0}}, {"loss_scaler0": 3}, 5):

@@ -60,10 +60,10 @@ def test_arguments_of_a_policy(name: str, meant: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["clipnorm", "max_norm", "clip_grad_norm", "gradient_clip_val", "max_gradnorm"])
-@pytest.mark.parametrize("framework", PLAIN)
-def test_clipping_by_the_norm(framework: str, name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"did you mean max_grad_norm[?]"):
-        polyamp.wrap_optimizer(PLAIN[framework](), "mixed_float16", **{name: 1.0})
+def test_clipping_by_the_norm(name: str) -> None:
+    for make in PLAIN.values():
+        with pytest.raises(UnsupportedError, match=r"did you mean max_grad_norm[?]"):
+            polyamp.wrap_optimizer(make(), "mixed_float16", **{name: 1.0})
 
 
 @pytest.mark.parametrize("framework", ["jax", "keras", "tensorflow"])

@@ -5,9 +5,9 @@ from typing import Any
 import keras
 
 from polyamp.adapter import AdapterTable
+from polyamp.backends.keras.backend import describe
 from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
-from polyamp.backends.keras.devices import describe
 from polyamp.backends.keras.operations import OPERATIONS
 from polyamp.backends.keras.steps.optimizer import (
     load_loss_scale,
@@ -40,9 +40,9 @@ adapter = AdapterTable(
         "scale_loss": scale_loss,
         "loss_scale_of": loss_scale_of,
         "load_loss_scale": load_loss_scale,
-        "explain": "polyamp.backends.keras.explain:explain",
-        "record": "polyamp.backends.keras.recording:record",
-        "facts": "polyamp.backends.keras.facts:facts",
+        "explain": "polyamp.backends.keras.delegated:explain",
+        "record": "polyamp.backends.keras.delegated:record",
+        "facts": "polyamp.backends.keras.delegated:facts",
     },
     instead={
         "rewrite": "rewrite a function that calls the model, or its step: model.train_step = "

@@ -85,3 +85,15 @@ def _graphs_around() -> list[int]:
         found.append(id(graph))
         graph = getattr(graph, "outer_graph", None)  # only graphs of functions have one
     return found
+
+
+def describe() -> dict[str, Any]:
+    """Return version and backend; the backend's own adapter describes the devices."""
+    backend = keras.backend.backend()
+    return {
+        "version": keras.__version__,
+        "title": f"keras on {backend}",
+        "backend": backend,
+        "devices": [],
+        "notes": [f"runs on {backend}, which has the devices; KERAS_BACKEND chooses another"],
+    }

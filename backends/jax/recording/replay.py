@@ -87,7 +87,7 @@ class Replay:
         self.records += [record._replace(sample=own) for record, own in zip(records, samples, strict=True)]
 
     def named(self, value: Evaluated, name: str, place: Place) -> None:
-        """Record a value to which the program gave a name, if `marks` gave it to a parameter's gradient."""
+        """Record a value to which the program gave a name, if `marked_gradients` gave it to a parameter's gradient."""
         parameter = gradients.mark_of(name)
         if parameter is not None:
             self._parameter(value, parameter, place, named=True)

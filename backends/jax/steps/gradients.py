@@ -159,5 +159,5 @@ def name_of(path: Any) -> str:
 
 
 def mark_of(name: str) -> str | None:
-    """Return the parameter that a name from `gradients` refers to; None for any other name."""
+    """Return the parameter that a name from `marked_gradients` refers to; None for any other name."""
     return name.removeprefix(_PREFIX) if name.startswith(_PREFIX) else None

@@ -17,8 +17,14 @@ from contextlib import contextmanager
 import tensorflow as tf
 
 from polyamp.backends.tensorflow import unstable
-from polyamp.backends.tensorflow.autocast.interception import lowering_for
-from polyamp.backends.tensorflow.autocast.lowering import Lowering, current, entered, everywhere, set_everywhere
+from polyamp.backends.tensorflow.autocast.lowering import (
+    Lowering,
+    current,
+    entered,
+    everywhere,
+    lowering_for,
+    set_everywhere,
+)
 from polyamp.backends.tensorflow.graphs.capture import check_format
 from polyamp.policies import Policy
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.autocast.interception import intercept
-from polyamp.backends.tensorflow.autocast.lowering import entered
+from polyamp.backends.tensorflow.autocast.lowering import entered, intercept
 from polyamp.backends.tensorflow.graphs.graph import Places
 from polyamp.backends.tensorflow.unstable import OUT_OF_SCOPE, graphs_around
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once

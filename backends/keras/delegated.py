@@ -1,8 +1,11 @@
-"""Record one step of a compiled model with the adapter of the framework that Keras runs on.
+"""Record, explain and lint a model with the adapter of the framework that Keras runs on.
 
-The step is the model's loss as a function that the framework can trace. On TensorFlow and torch the function reads the
+That adapter takes the model's loss as a function that it can trace. On TensorFlow and torch the function reads the
 model's variables. On JAX it is a pure function, and the trainable variables are its first argument, by their paths, so
-that the recording can name their gradients.
+that a recording can name their gradients.
+
+The adapter decides operations under a policy. If the layers have their own 16-bit policies, it must lower nothing more,
+so it plans under float32: the plan then shows the layers' formats as written, and `own_plan` puts them in.
 """
 
 from __future__ import annotations
@@ -15,12 +18,16 @@ import keras
 from keras import ops
 
 from polyamp import registry
-from polyamp.backends.keras.layers import amended, remaining_policy
+from polyamp.backends.keras.casting import is_sixteen_bit
+from polyamp.backends.keras.layers import amended, own_policy, remaining_policy
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
-from polyamp.backends.keras.unstable import build_loss, variable_path
+from polyamp.backends.keras.unstable import all_layers, build_loss, variable_path
+from polyamp.diagnosis.facts import Facts, OptimizerState
 from polyamp.diagnosis.recording import Recording
 from polyamp.dispatch import having
 from polyamp.errors import InvalidTypeError, UsageError
+from polyamp.flow import AS_WRITTEN
+from polyamp.plan import Plan, PlannedOperation
 from polyamp.policies import Policy
 
 
@@ -126,3 +133,68 @@ def _check(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
             found="a model that was not compiled",
             fix="model.compile(optimizer=..., loss=...); or give a function that returns the loss",
         )
+
+
+_OWN = "its layer's own policy"
+
+
+def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
+    """Return the plan of a compiled model's loss for a batch, or of a model's call for its inputs alone."""
+    verb = having(registry.adapter_named(keras.backend.backend()), "explain").explain
+    if not isinstance(fn, keras.Model):
+        return verb(fn, args, kwargs, policy)
+    step = Step(fn, tuple(map(as_tensors, args))) if len(args) < 2 else step_of(fn, args, kwargs)
+    with amended(fn, policy):
+        plan = verb(step.function, step.args, kwargs if len(args) < 2 else {}, remaining_policy(fn, policy))
+    return plan if own_policy(fn) is None else own_plan(plan, policy)
+
+
+def own_plan(plan: Plan, policy: Policy) -> Plan:
+    """Return a plan under which nothing was lowered as the plan of layers with their own formats."""
+    return replace(plan, policy=str(policy), operations=tuple(map(_by_layer, plan.operations)))
+
+
+def _by_layer(operation: PlannedOperation) -> PlannedOperation:
+    """Return an operation with its layer's 16-bit format, if its 16-bit input shows that it has one."""
+    found = operation.reason.removeprefix("an input is ")
+    if operation.format == AS_WRITTEN and found in ("float16", "bfloat16"):
+        return operation._replace(format=found, reason=_OWN)
+    is_product = operation.op_class == "lower" and operation.format == "float32"
+    return operation._replace(reason=_OWN) if is_product else operation
+
+
+def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
+    """Collect the facts that lint judges; see `polyamp.adapter.FullAdapter`."""
+    framework = registry.adapter_named(keras.backend.backend())
+    verb = having(framework, "facts").facts
+    if not isinstance(target, keras.Model):
+        found: Facts = verb(target, args, kwargs, policy, optimizer)
+        return replace(found, optimizer=state_of(optimizer)) if optimizer is not None else found
+    chosen = getattr(target, "optimizer", None) if optimizer is None else optimizer
+    known = Facts(framework.name, policy)
+    if args:
+        step = step_of(target, args, kwargs)
+        known = verb(step.function, step.args, {}, remaining_policy(target, policy), None)
+        if own_policy(target) is not None and known.plan:  # the layers use their own policies
+            known = replace(known, plan=own_plan(known.plan, policy))
+    layers = (layer for layer in all_layers(target) if not isinstance(layer, keras.Model))
+    return replace(
+        known,
+        policy=policy,
+        optimizer=state_of(chosen),
+        low_parameters=tuple(one.path for one in target.trainable_variables if is_sixteen_bit(one)),
+        has_masters=isinstance(chosen, LossScaledOptimizer) and chosen.master_weights is not False,
+        layer_policies=tuple(
+            (layer.path, layer.dtype_policy.name) for layer in layers if layer.compute_dtype == "float16"
+        ),
+    )
+
+
+def state_of(optimizer: Any) -> OptimizerState:
+    """Return the kind of an optimizer: wrapped by polyamp, scaled by Keras, or plain."""
+    if isinstance(optimizer, LossScaledOptimizer):
+        return "wrapped"
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if scales or getattr(optimizer, "loss_scale_factor", None):
+        return "native scaler"
+    return "" if optimizer is None else "plain"

@@ -4,9 +4,9 @@ For example, the lowering of mixed_bfloat16 runs ``gen_math_ops.mat_mul(x, w)`` 
 their names, finds that the type attribute ``T`` has a kernel for bfloat16, calls the original function with ``x`` and
 ``w`` in bfloat16, and casts the result to float32.
 
-TensorFlow's functions are intercepted: each generated function that may be lowered, such as ``gen_math_ops.mat_mul``, is
-replaced once and for all by one that asks for the current lowering. So do the places where TensorFlow traces functions
-and takes gradients.
+TensorFlow's functions are intercepted: each generated function that may be lowered, such as ``gen_math_ops.mat_mul``,
+is replaced once and for all by one that asks for the current lowering. So do the places where TensorFlow traces
+functions and takes gradients.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
     raise missing("jax", extra="jax") from error
 
 from polyamp.backends.jax.adapter import adapter
-from polyamp.backends.jax.arrays import cast
+from polyamp.backends.jax.casting import cast
 from polyamp.backends.jax.graphs.rewrite import autocast, explain, rewrite
 from polyamp.backends.jax.steps.gradients import apply_updates, select
 from polyamp.backends.jax.steps.optimizer import apply_gradients, wrap_optimizer

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from polyamp.adapter import AdapterTable
-from polyamp.backends.jax.arrays import cast
+from polyamp.backends.jax.casting import cast
 from polyamp.backends.jax.devices import describe
 from polyamp.backends.jax.graphs.rewrite import autocast, planned, rewritten_for
 from polyamp.backends.jax.operations import OPERATIONS

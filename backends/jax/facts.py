@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.arrays import is_low, trainable
+from polyamp.backends.jax.casting import is_low, trainable
 from polyamp.backends.jax.graphs.program import Equation, Program, walk
 from polyamp.backends.jax.graphs.rewrite import explain
 from polyamp.backends.jax.modules import as_pure

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from polyamp.backends.jax.arrays import is_floating, is_traced, merged, trainable
+from polyamp.backends.jax.casting import is_floating, is_traced, merged, trainable
 
 
 class Model(Protocol):

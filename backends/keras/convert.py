@@ -1,6 +1,6 @@
 """Sets the dtype policies of a built model's layers by a polyamp policy and its rules.
 
-The work is in ``layers/``: each layer's class and formats are decided, then set. This file checks the model before, and
+The work is in `layers`: each layer's class and formats are decided, then set. This file checks the model before, and
 warns afterwards about rules that match no layer and about policies that change nothing.
 """
 

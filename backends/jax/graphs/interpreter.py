@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.arrays import dtype_of
+from polyamp.backends.jax.casting import dtype_of
 from polyamp.backends.jax.graphs import binding
 from polyamp.backends.jax.graphs.binding import bind_low, bind_wide
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, declared_value

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.arrays import is_array
+from polyamp.backends.jax.casting import is_array
 from polyamp.backends.jax.graphs import binding, control_flow, derivatives
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, is_inexact
 from polyamp.backends.jax.graphs.interpreter import HANDLERS, Interpreter

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.arrays import is_array, is_floating
+from polyamp.backends.jax.casting import is_array, is_floating
 from polyamp.backends.jax.graphs.program import Program
 from polyamp.backends.jax.graphs.rewrite import run_autocasted
 from polyamp.backends.jax.modules import as_pure

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.arrays import is_low, is_traced, map_with_none, widened
+from polyamp.backends.jax.casting import is_low, is_traced, map_with_none, widened
 
 SHRINK = 2.0**-90
 """Brings every float32 number below 2**38, so that sums of squares are finite."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from polyamp.backends.jax.arrays import is_traced, merged, trainable, widened
+from polyamp.backends.jax.casting import is_traced, merged, trainable, widened
 from polyamp.backends.jax.steps import gradients
 from polyamp.backends.jax.steps.gradients import (
     all_finite,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyamp.backends.jax.arrays import is_array, is_traced
+from polyamp.backends.jax.casting import is_array, is_traced
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
 from polyamp.backends.jax.graphs.rewrite import in_float32, run_autocasted
 from polyamp.backends.jax.modules import NnxArguments, model_of

@@ -1,4 +1,4 @@
-"""Arrays and pytrees of them: JAX's dtypes for the core's formats, tests of leaves, casts, leaves that are None."""
+"""Casts of pytrees to a format, with what they need: JAX's dtypes for formats, tests of leaves, leaves that are None."""
 
 from __future__ import annotations
 

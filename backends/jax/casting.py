@@ -1,4 +1,4 @@
-"""Casts of pytrees to a format, with what they need: JAX's dtypes for formats, tests of leaves, leaves that are None."""
+"""Casts of pytrees to a format, with JAX's dtypes for formats, tests of leaves, and leaves that are None."""
 
 from __future__ import annotations
 

@@ -306,21 +306,9 @@ class Steps:
         self.plain.step()
         return loss.item()
 
-    def closure(self) -> Tensor:
-        def closure() -> Tensor:
-            self.plain.zero_grad()
-            return self.backward_alone()
-
-        return self.plain.step(closure)
-
     def lbfgs(self) -> Any:
         optimizer = torch.optim.LBFGS(self.model.parameters())
         return optimizer.step(lambda: (optimizer.zero_grad(), self.backward_alone())[1])
-
-    def zeros_in_place(self) -> None:
-        self.plain.zero_grad(set_to_none=False)
-        self.backward_alone()
-        self.plain.step()
 
     def functional(self) -> None:
         params = list(self.model.parameters())

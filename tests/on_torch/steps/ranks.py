@@ -463,7 +463,7 @@ def test_optimizers_that_compute_with_whole_shards_step_as_by_themselves(kind: A
         model = shard(
             torch.nn.Sequential(*(torch.nn.Linear(8, 4, bias=False), torch.nn.Linear(4, 2, bias=False))), mesh
         )
-        inner = kind(model.parameters(), lr=0.1)
+        inner = kind(model.parameters(), lr=0.1, **({"max_iter": 6} if kind is torch.optim.LBFGS else {}))
         opt = polyamp.wrap_optimizer(inner, "mixed_float16", loss_scale=1024.0) if wrap else inner
 
         def closure() -> torch.Tensor:

@@ -91,16 +91,16 @@ def test_what_another_loss_left_and_somebody_cleared_is_no_part_of_the_step(set_
         opt.zero_grad(set_to_none)
 
 
-def test_a_generator_whose_loss_was_not_scaled_is_refused_beside_a_discriminator_whose_was() -> None:
-    for shared in (False, True):
-        maker, judge = linear(), linear()
-        judging, making = wrap(judge), wrap(maker)
-        if shared:
-            making.share_scales(judging)
-        judging.backward(loss_of(judge))
-        judging.step()
-        loss_of(maker).backward()
-        refused(making, making.step)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_generator_whose_loss_was_not_scaled_is_refused_beside_a_discriminator_whose_was(shared: bool) -> None:
+    maker, judge = linear(), linear()
+    judging, making = wrap(judge), wrap(maker)
+    if shared:
+        making.share_scales(judging)
+    judging.backward(loss_of(judge))
+    judging.step()
+    loss_of(maker).backward()
+    refused(making, making.step)
 
 
 def test_a_loss_of_an_optimizer_that_does_not_scale_serves_another_one() -> None:

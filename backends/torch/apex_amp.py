@@ -154,7 +154,7 @@ def initialize(
         loss_scale: "dynamic", or a number, also in a string.
         cast_model_outputs: dtype of the model's outputs; None is float32 where the model is cast.
         num_losses: number of losses with scales of their own; see ``loss_id`` of `scale_loss`.
-        verbosity: not used: nothing is printed. The optimizer's ``last_step`` says why a step was skipped.
+        verbosity: not used: nothing is printed. The optimizer's ``last_step`` reports why a step was skipped.
         min_loss_scale: the least dynamic scale.
         max_loss_scale: the largest dynamic scale.
 

@@ -64,7 +64,7 @@ def test_of_several_apex_losses_the_first_is_taken() -> None:
         assert DYNAMIC.from_state_dict(saved)[:2] == (1.0, 0)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_deepspeed_s_scale_goes_on_as_deepspeed_would(seed: int) -> None:
     chance = random.Random(seed)
     window, hysteresis, steps = chance.choice([1, 2, 5]), chance.choice([1, 2, 3]), chance.randrange(25)
@@ -104,17 +104,6 @@ def test_a_scale_of_one_that_was_in_use_stays() -> None:
 
 
 # --- settings that are no float32 numbers -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "config",
-    [LossScale.fixed(0.1), LossScale.fixed(1000.1), LossScale(init=1e-4, min=1e-4), LossScale(max=1e30, init=1e30)],
-    ids=repr,
-)
-def test_a_scale_at_the_settings_edge_loads_whatever_rounded_it(config: LossScale) -> None:
-    single = config.in_float32()
-    for one, other in ((config, single), (single, config), (config, config), (single, single)):
-        assert other.from_state_dict(one.to_state_dict(one.initial_state())).scale == one.init
 
 
 @pytest.mark.parametrize(
@@ -222,12 +211,6 @@ def test_counters_that_are_lost_are_named_once() -> None:
     with pytest.warns(PolyampWarning, match="torch does not express skipped_in_a_row, skipped, steps .lost"):
         config.to_state_dict(state, like="torch")
     config.to_state_dict(state, like="torch")  # a second warning would be an error
-
-
-def test_fairseq_loses_the_count_of_finite_steps() -> None:
-    config = LossScale.like("fairseq")
-    with pytest.warns(PolyampWarning, match="good_steps"):
-        config.to_state_dict(LossScaleState(8.0, 3, 1, 0, 0), like="fairseq")
 
 
 def test_a_disabled_torch_scaler_has_an_empty_state() -> None:

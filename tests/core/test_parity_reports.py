@@ -88,9 +88,6 @@ class TestReport:
     def test_conclusions(self, ways: list[Comparison], said: str) -> None:
         assert said in str(told(*ways))
 
-    def test_of_a_policy_that_failed_it_is_not_told_whether_the_task_can_tell(self) -> None:
-        assert "tell" not in str(told(way(WORSE), way(EQUIVALENT, control="a")))
-
 
 class TestCommand:
     @pytest.fixture(autouse=True)

@@ -74,13 +74,6 @@ def test_every_operation_has_its_own_row_where_that_is_asked_for() -> None:
     assert [row.split()[0] for row in rows] == ["matmul", "exp", "matmul", "my_kernel"]
 
 
-@pytest.mark.parametrize("field", ["name", "op_class", "format", "reason"])
-def test_rows_are_told_apart_by_all_that_was_decided(field: str) -> None:
-    plan = Plan("p", (MATMUL, MATMUL._replace(**{field: "another"}), MATMUL._replace(native="mm")))
-    counts = [int(row.split()[3]) for row in plan.table().splitlines()[1:]]
-    assert counts == [2, 1]
-
-
 @pytest.mark.parametrize(("rows", "left_out"), [(0, "3 more rows"), (2, "1 more rows"), (3, "")])
 def test_as_many_rows_are_given_as_are_asked_for(rows: int, left_out: str) -> None:
     lines = PLAN.table(rows=rows).splitlines()
@@ -157,20 +150,6 @@ def test_a_comparison_shows_totals_and_what_changed() -> None:
     text = str(comparison)
     assert "bytes_saved   60 B   80 B" in text
     assert "matmul     a/k    1 float16     none" in text
-
-
-def test_operations_at_one_place_are_counted_by_format() -> None:
-    here = Plan("p", (MATMUL, MATMUL, MATMUL._replace(format="float32")))
-    there = Plan("p", (MATMUL, MATMUL._replace(format="float32"), EXP))
-    comparison = here.compare(there)
-    assert comparison.changed == [
-        ("matmul", "a/q", {"float16": 2, "float32": 1}, {"float16": 1, "float32": 1}),
-        ("exp", "a/softmax", {}, {"float32": 1}),
-    ]
-    assert str(comparison).splitlines()[-2:] == [
-        "matmul     a/q        2 float16, 1 float32  1 float16, 1 float32",
-        "exp        a/softmax  none                  1 float32",
-    ]
 
 
 def test_saved_bytes_that_are_not_known_are_said_to_be_so() -> None:

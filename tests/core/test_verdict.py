@@ -112,9 +112,3 @@ def test_the_text_shows_what_came_before_and_marks_the_first() -> None:
     assert "bad/matmul" in marked
     assert "1 inf of 1" in lines[0]
     assert "layer2" not in str(lines)
-
-
-def test_the_json_names_the_verdict() -> None:
-    fine = [observation(ACTIVATION, "body", 1.0)]
-    found = verdict(fine, fine).as_dict()
-    assert (found["verdict"], found["first"], found["window"]) == ("finite", None, None)

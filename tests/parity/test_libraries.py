@@ -40,7 +40,7 @@ def their_scales(name: str, trace: Trace, **settings: Any) -> list[float]:
     return [library.step(finite) for finite in trace]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("interval", [1, 2, 3, 7])
 @pytest.mark.parametrize("name", INSTALLED)
 def test_presets_follow_the_library(name: str, interval: int, seed: int) -> None:
@@ -276,12 +276,12 @@ SAVED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("library", SAVED)
 @pytest.mark.parametrize("framework", OPTIMIZERS)
-def test_another_library_s_scale_is_taken(framework: str, library: str) -> None:
-    holder = polyamp.load_loss_scale(OPTIMIZERS[framework](policy="mixed_float16"), SAVED[library])
-    saved = polyamp.save_loss_scale(holder)
-    assert (saved["scale"], saved["skipped"], saved["steps"]) == (1024.0, 0, 0)
+def test_another_library_s_scale_is_taken(framework: str) -> None:
+    for library in SAVED.values():
+        holder = polyamp.load_loss_scale(OPTIMIZERS[framework](policy="mixed_float16"), library)
+        saved = polyamp.save_loss_scale(holder)
+        assert (saved["scale"], saved["skipped"], saved["steps"]) == (1024.0, 0, 0)
 
 
 @pytest.mark.parametrize("framework", OPTIMIZERS)

@@ -3,7 +3,7 @@
 A value is named by the text that refers to it: ``node`` or ``node:1`` in a ``GraphDef``, ``node:output:0`` or an
 argument's name in a function.
 
-It also says where nodes come from, the shapes of their values, and which types have kernels on a device.
+It also finds where nodes come from, the shapes of their values, and which types have kernels on a device.
 """
 
 from __future__ import annotations

@@ -148,11 +148,19 @@ def sum_of_sines(model: Any, step: int) -> Tensor:
 
 
 @pytest.mark.usefixtures("profiler")
-@pytest.mark.parametrize(("count", "expected"), [(1, 2), (148, 2), (576, 2), (577, 3), (1152, 3)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "count", "expected"),
+    [
+        *(("adamw", torch.float32, count, 2 + (count > 576)) for count in (1, 148, 576, 577, 1152)),
+        ("momentum", torch.float32, 576, 2),
+        ("adamw", torch.bfloat16, 148, 2),
+    ],
+)
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-@pytest.mark.parametrize("name", ["adamw", "momentum"])
-def test_a_step_is_two_launches(name: str, max_norm: float | None, count: int, expected: int) -> None:
-    way = Way(model := many(count), wrapped(COVERED[name](model.parameters()), None, max_grad_norm=max_norm))
+def test_a_step_is_two_launches(
+    name: str, dtype: torch.dtype, max_norm: float | None, count: int, expected: int
+) -> None:
+    way = Way(model := many(count, dtype), wrapped(COVERED[name](model.parameters()), None, max_grad_norm=max_norm))
     train(way, range(2), overflows={}, loss=sum_of_sines)
     way.opt.zero_grad()
     way.opt.backward(sum_of_sines(model, 2))

@@ -213,11 +213,8 @@ def test_settings_outside_of_their_range_are_told(options: dict[str, float]) -> 
         calibrate(lambda x: x, [(1.0,)], "mixed_float16", **options)
 
 
-def test_no_batches_are_told() -> None:
+def test_no_batches_and_no_function_are_told() -> None:
     with pytest.raises(InvalidValueError, match="nothing to calibrate on"):
         calibrate(lambda x: x, [], "mixed_float16")
-
-
-def test_a_step_that_cannot_be_called_is_told() -> None:
     with pytest.raises(InvalidTypeError, match="cannot be called"):
         calibrate(3, [(1.0,)], "mixed_float16")

@@ -135,6 +135,7 @@ def broken(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.once
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*FAULTS, *OPTIONAL])
 def test_suite_goes_red_for_a_planted_fault_and_for_a_wrong_optional_verb(broken: Path, name: str) -> None:
     said = (broken / name / "output").read_text()

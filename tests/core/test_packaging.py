@@ -55,6 +55,7 @@ def wheel_files(tree: Path) -> set[str]:
     return set(zipfile.ZipFile(build(tree, "wheel")).namelist())
 
 
+@pytest.mark.slow
 def test_wheel_has_every_source_the_types_and_the_licence(tree: Path) -> None:
     files = wheel_files(tree)
     assert {name for name in files if name.endswith(SUFFIXES)} == SOURCES
@@ -62,6 +63,7 @@ def test_wheel_has_every_source_the_types_and_the_licence(tree: Path) -> None:
     assert f"polyamp-{polyamp.__version__}.dist-info/licenses/LICENSE" in files
 
 
+@pytest.mark.slow
 def test_wheel_of_the_sdist_of_a_checkout_without_links_is_the_same(
     tree: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -73,6 +75,7 @@ def test_wheel_of_the_sdist_of_a_checkout_without_links_is_the_same(
     assert wheel_files(next(unpacked.iterdir())) >= SOURCES
 
 
+@pytest.mark.slow
 def test_the_check_sees_a_package_that_is_not_listed(tree: Path) -> None:
     settings = (tree / "pyproject.toml").read_text()
     (tree / "pyproject.toml").write_text(settings.replace('    "polyamp.backends.torch",\n', ""))

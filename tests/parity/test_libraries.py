@@ -73,6 +73,7 @@ def test_presets_follow_with_other_factors(name: str, factors: dict[str, float],
     assert our_scales(name, trace, interval=2, **changes) == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INSTALLED)
 def test_presets_start_with_the_library_s_own_defaults(name: str) -> None:
     trace = [True] * 2002 + [False]

@@ -75,6 +75,7 @@ def test_the_docs_list_every_option(heading: str, framework: str) -> None:
     assert set(re.findall(r"^\| `(\w+)` ", table, re.MULTILINE)) == own == OPTIONS[framework]
 
 
+@pytest.mark.slow
 def test_a_backend_needs_no_import_of_its_own() -> None:
     code = "import polyamp; b = polyamp.backends; print(b.torch.__name__, b.jax.__name__, hasattr(b, 'theano'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

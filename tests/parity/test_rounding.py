@@ -12,6 +12,8 @@ import torch
 
 import polyamp
 
+pytestmark = pytest.mark.slow
+
 RANDOM = np.random.default_rng(0)
 X = np.abs(RANDOM.standard_normal((32, 8))).astype("float32")
 NEARLY_CONSTANT = (0.5 + 1e-5 * RANDOM.standard_normal((8, 16))).astype("float32")

@@ -12,7 +12,7 @@ import pytest
 
 import polyamp
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.slow]
 ROOT = Path(polyamp.__file__).parents[1]
 FRAMEWORKS = {"torch", "optax", "keras", "tensorflow"}
 TORCH, KERAS, TENSORFLOW = (

@@ -4,14 +4,10 @@ Functions in the entry-point group ``polyamp.scripts`` do it, one for each packa
 
     import torch  ->  Python imports torch, and then `begin(session)` of the torch adapter replaces parts of it
     import apex   ->  is not installed: the function returns modules of that name, and the script gets them
-
-For example, ``begin(session)`` calls ``session.replace(torch.cuda.amp, "GradScaler", ours)``, which is undone when the
-run ends, or ``session.refuse("it scales its loss by itself", fix="leave out --policy")``, which ends it.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import io
 import runpy
@@ -27,25 +23,24 @@ from importlib.machinery import ModuleSpec
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import polyamp
-from polyamp.errors import InvalidValueError, UsageError
+from polyamp.errors import InvalidValueError, UsageError, warn_once
 from polyamp.plan import PlannedOperation
 from polyamp.policies import Policy
 
 _FOLDERS = {Path(polyamp.__file__).parent, Path(polyamp.__file__).parent / "backends"}
 _OURS = tuple(f"{one}/" for folder in _FOLDERS for one in (folder, folder.resolve()))
 _PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
-_IMPORTS, _MISSING = "<frozen importlib", object()
-
-
-class Use(NamedTuple):
-    """An import or a call in a source file."""
-
-    name: str  # in full, such as torch.amp.GradScaler; .half, where the object is not known
-    where: str
-    arguments: dict[str, str] | None = None  # of a call, by keyword or position: full names and literals
+_MISSING = object()
+# Trainers run the loop and choose the precision themselves; each with what serves it.
+_PLUGIN, _SETTING = "use polyamp.backends.torch.integrations.", "use its own setting for precision, without --policy"
+_TRAINERS = {
+    **dict.fromkeys(("lightning", "pytorch_lightning", "lightning_fabric"), f"{_PLUGIN}lightning"),
+    **{"accelerate": f"{_PLUGIN}accelerate", "transformers.trainer": f"{_PLUGIN}transformers"},
+    **dict.fromkeys(("deepspeed", "composer", "fairscale", "ignite", "colossalai"), _SETTING),
+}
 
 
 class Session:
@@ -56,18 +51,14 @@ class Session:
         self.holders: list[Any] = []  # wrapped optimizers and scalers, whose health is reported
         self.interfaces: list[dict[str, str]] = []  # mixed precision of the script's own, and the lines that use it
         self.supplied: list[str] = []
-        self.begun: list[str] = []
-        self.operations: dict[str, list[PlannedOperation]] = {}  # what ran in which format, by what was looked at
-        self.notes: list[str] = []
-        self.shared: dict[str, Any] = {}  # what one adapter leaves for another, which cannot import it
+        self.operations: list[PlannedOperation] = []  # what ran in which format
+        self.looked_at = ""  # where the operations are from
+        self.own_loops: Any = None  # scales gradients that the script takes itself; of TensorFlow, for Keras
         self.has_low = False  # whether something ran in 16 bits that is not among the operations
-        self.last_loss: Callable[[], float | None] = lambda: None
         self.refusal: UsageError | None = None  # stays here if the script catches it
         self.folder = ""  # of an installed package that was started as a script
         self._as_written = ContextVar("as_written", default=False)
         self._undo: list[Callable[[], object]] = []
-        self._files: list[Path] = []
-        self._checks: list[Callable[[Use], None]] = []
 
     def add(self, holder: Any) -> None:
         """Report the health of a wrapped optimizer or scaler at the end."""
@@ -85,34 +76,15 @@ class Session:
                 fix="leave out --policy: polyamp run then only supplies what the script lacks; or remove this line",
             )
 
-    def note(self, text: str) -> None:
-        """Add a sentence to the report, once."""
-        if text not in self.notes:
-            self.notes.append(text)
-
-    def refuse(self, what: str, *, found: object = None, fix: str | None = None, where: str | None = None) -> NoReturn:
+    def refuse(self, what: str, *, found: object = None, fix: str | None = None) -> NoReturn:
         """End the run: the script cannot be run safely."""
-        self.refusal = UsageError(what, where=where or script_line() or "polyamp run", found=found, fix=fix)
+        self.refusal = UsageError(what, where=script_line() or "polyamp run", found=found, fix=fix)
         raise self.refusal
 
     def check(self) -> None:
         """Raise the refusal again if the script caught it: nothing may train after it."""
         if self.refusal is not None:
             raise self.refusal
-
-    def check_sources(self, check: Callable[[Use], None]) -> None:
-        """Call a function with what the script and its local modules import and call, before they run."""
-        self._checks.append(check)
-        for file in self._files:
-            for use in uses_in(file):
-                check(use)
-
-    def add_source(self, file: Path) -> None:
-        """Check a source file of the script that is about to run."""
-        self._files.append(file)
-        for use in uses_in(file) if self._checks else ():
-            for check in self._checks:
-                check(use)
 
     @property
     def is_as_written(self) -> bool:
@@ -201,43 +173,6 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def uses_in(file: Path) -> Iterator[Use]:
-    """Yield what a source file imports and calls. Nothing is imported or run."""
-    try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes(), str(file))))
-    except (SyntaxError, ValueError, OSError):  # Python reports it when it runs the file
-        return
-    names: dict[str, str] = {}  # what this file's names stand for
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                root = alias.name.partition(".")[0]
-                names[alias.asname or root] = alias.name if alias.asname else root
-                yield Use(alias.name, f"{file}:{node.lineno}")
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-                yield Use(f"{node.module}.{alias.name}", f"{file}:{node.lineno}")
-    for node in nodes:
-        if isinstance(node, ast.Call):
-            given = [(str(place), value) for place, value in enumerate(node.args)]
-            given += [(keyword.arg or "**", keyword.value) for keyword in node.keywords]
-            arguments = {name: _full_name(value, names) for name, value in given}
-            yield Use(_full_name(node.func, names), f"{file}:{node.lineno}", arguments)
-
-
-def _full_name(node: ast.expr, names: dict[str, str]) -> str:
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.insert(0, node.attr)
-        node = node.value
-    if isinstance(node, ast.Name) and node.id in names:
-        return ".".join([names[node.id], *parts])
-    if isinstance(node, ast.Constant):
-        return repr(node.value)
-    return f".{parts[-1]}" if parts else node.id if isinstance(node, ast.Name) else ""
-
-
 # Imports.
 
 
@@ -260,6 +195,9 @@ class Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return what the other finders find, or the spec of a module that polyamp supplies."""
+        if self._session.policy is not None and fullname in _TRAINERS and self._is_the_scripts(fullname):
+            what = f"{fullname} runs the training loop and chooses the precision itself"
+            self._session.refuse(what, found=f"import {fullname}", fix=_TRAINERS[fullname])
         others = [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
         spec = next((spec for one in others if (spec := one.find_spec(fullname, path, target)) is not None), None)
         root, parent = fullname.partition(".")[0], fullname.rpartition(".")[0]
@@ -268,10 +206,18 @@ class Finder(MetaPathFinder):
         if root in self._roots and (spec is None or (spec.loader is None and spec.origin is None)):
             return self._supplied(fullname) or spec  # a folder without code, such as a checkout, is not the package
         if fullname in self._entries and spec is not None and spec.loader is not None:
-            spec.loader = _ThenBegin(spec.loader, self, fullname)
-        elif spec is not None and spec.origin is not None and is_script(spec.origin):
-            self._session.add_source(Path(spec.origin))
+            self._begin_after(spec.loader, fullname)
         return spec
+
+    def _begin_after(self, loader: Any, root: str) -> None:
+        load = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            load(module)
+            self.begin(root)
+
+        loader.exec_module = exec_module
 
     def begin(self, root: str, *, is_missing: bool = False) -> None:
         """Call the function of a package that was imported, or that is missing, once."""
@@ -286,13 +232,12 @@ class Finder(MetaPathFinder):
             what = f"polyamp's support for {root} cannot be loaded"
             if self._session.policy is not None:
                 self._session.refuse(what, found=error, fix="see polyamp doctor; or leave out --policy")
-            self._session.note(f"{what}: {error}")
+            warn_once(f"{what}: {error}")
         else:
-            self._session.begun.append(root)
             self._modules |= function(self._session) or {}
 
     def _supplied(self, name: str) -> ModuleSpec | None:
-        if not self._is_the_scripts():
+        if not self._is_the_scripts(name):
             return None
         if name in self._roots:
             self.begin(name, is_missing=True)
@@ -303,16 +248,16 @@ class Finder(MetaPathFinder):
         self._session.at_end(partial(_forget, name, module))
         return ModuleSpec(name, _Supplied(module), is_package=any(one.startswith(f"{name}.") for one in self._modules))
 
-    def _is_the_scripts(self) -> bool:
+    def _is_the_scripts(self, name: str) -> bool:
         """Return whether the script asks for a module: an installed package finds what is installed, as always."""
-        for frame in _frames():
-            file = frame.f_code.co_filename
-            if is_script(file):
-                return True
-            package = file.rpartition("-packages/")[2].partition("/")[0]
-            if "-packages/" in file and package not in self._roots:  # torch.load imports what a file names
-                return False
-        return False
+        through = self._roots | {name.partition(".")[0]}  # torch.load imports what a file names
+        files = (frame.f_code.co_filename for frame in _frames())
+        packages = (
+            "" if is_script(file) else file.rpartition("-packages/")[2].partition("/")[0]
+            for file in files
+            if is_script(file) or "-packages/" in file
+        )
+        return next((not package for package in packages if package not in through), False)
 
 
 class _Supplied(Loader):
@@ -326,27 +271,6 @@ class _Supplied(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec or module.__spec__  # the import system has set the spec of the other name
-
-
-class _ThenBegin(Loader):
-    """Loads a framework as its own loader does, and then calls the function of its adapter."""
-
-    def __init__(self, loader: Any, finder: Finder, root: str) -> None:
-        self._loader, self._finder, self._root = loader, finder, root
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
-
-    def exec_module(self, module: ModuleType) -> None:
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._finder.begin(self._root)
 
 
 def _forget(name: str, module: ModuleType) -> None:
@@ -396,7 +320,6 @@ def execute(session: Session, target: str, arguments: Sequence[str], is_module: 
         vars(main).update(__file__=str(file.absolute()), __builtins__=__builtins__)
         after.callback(sys.modules.__setitem__, "__main__", sys.modules["__main__"])
         sys.modules["__main__"] = main
-        session.add_source(file.absolute())
         with io.open_code(str(file.absolute())) as opened:
             code = compile(opened.read(), str(file.absolute()), "exec", dont_inherit=True)
         exec(code, vars(main))
@@ -437,8 +360,8 @@ def without_own_frames(error: BaseException) -> BaseException:
             trace = trace.tb_next
         for trace in reversed(traces):
             file = trace.tb_frame.f_code.co_filename
-            runs = file.startswith(("<frozen runpy", _IMPORTS)) or (file.startswith(_OURS) and file.endswith("/run.py"))
-            if not runs:
+            is_own = file.startswith(_OURS) and file.endswith("/run.py")
+            if not is_own and not file.startswith(("<frozen runpy", "<frozen importlib")):
                 kept = TracebackType(kept, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
         one.__traceback__ = kept
         waiting += [other for other in (one.__cause__, one.__context__) if other is not None and id(other) not in met]

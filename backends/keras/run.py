@@ -18,7 +18,6 @@ from weakref import WeakSet
 import keras
 
 from polyamp.backends.keras.casting import is_sixteen_bit
-from polyamp.backends.keras.convert import convert
 from polyamp.backends.keras.layers import children, keras_policy, operation_of
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer, wrap_optimizer
 from polyamp.backends.keras.unstable import built_on, choose_optimizers
@@ -27,7 +26,6 @@ from polyamp.plan import PlannedOperation
 from polyamp.policies import Policy
 from polyamp.run import Session
 
-_LAYERS = "the layers of the models that were called"
 _FIX = (
     "train with Keras' own train_step; or wrap the optimizer in the script: polyamp.wrap_optimizer; or --policy "
     "mixed_bfloat16, which needs no loss scale"
@@ -60,11 +58,10 @@ class _Models:
 
     def _scaling_of_loops(self, what: str, found: str) -> Any:
         """Return what scales the loops of the script's own on TensorFlow; elsewhere, refuse them."""
-        # TensorFlow imports Keras before it is imported itself, so its adapter may begin after this one. Keras may
-        # import TensorFlow, for its data sets, on the other backends too.
+        # Keras imports TensorFlow for its data sets on the other backends too.
         backend = keras.backend.backend()
-        if backend == "tensorflow" and "tensorflow" in self._session.shared:
-            return self._session.shared["tensorflow"]
+        if backend == "tensorflow" and self._session.own_loops is not None:
+            return self._session.own_loops
         self._session.refuse(
             f"a {what} of the script's own cannot be scaled from outside", found=f"{found}, on {backend}", fix=_FIX
         )
@@ -75,13 +72,11 @@ class _Models:
         if optimizer in self._wrapped:
             return optimizer
         if self._policy.rules and keras.backend.backend() != "tensorflow":
-            if not model.built:
-                self._session.refuse(
-                    "rules by layer need a model that is built when it is compiled",
-                    found=f"{model.name!r}, which is not built",
-                    fix="start the model with keras.Input, or leave the rules out of --policy",
-                )
-            convert(model, self._policy)
+            self._session.refuse(
+                "rules by operation or layer are not for an unmodified script on this backend of Keras",
+                found=str(self._policy),
+                fix="leave the rules out of --policy; or write polyamp.convert(model, policy) in the script",
+            )
         if not self._policy.loss_scale.check:
             return optimizer
         if type(model).train_step is not keras.Model.train_step:  # it takes and applies gradients itself
@@ -177,22 +172,23 @@ def _return_float32(session: Session, policy: Policy) -> None:
             session.has_low |= format_of(layer.compute_dtype).is_low
             if keras.backend.backend() == "jax" and layer not in seen and not children(layer):  # torch records more
                 seen.add(layer)
-                session.operations.setdefault(_LAYERS, []).append(_planned(layer, policy))
+                kind = type(layer).__name__
+                name = operation_of(layer) or kind
+                op_class = policy.decide(name, layer.path).op_class
+                reason = "its layer's own policy"
+                session.operations.append(
+                    PlannedOperation(name, kind, layer.path, op_class, layer.compute_dtype, reason)
+                )
             is_outermost = depth.get() == 0 and isinstance(layer, keras.Model)
             return keras.tree.map_structure(_widened, result) if is_outermost else result
 
         return call
 
+    if keras.backend.backend() == "jax":
+        session.looked_at = "the layers of the models that were called"
     for name in ("__call__", "stateless_call"):
         owner = next(kind for kind in keras.Model.__mro__ if name in vars(kind))
         session.replace(owner, name, outermost(vars(owner)[name]))
-
-
-def _planned(layer: Any, policy: Policy) -> PlannedOperation:
-    kind = type(layer).__name__
-    name = operation_of(layer) or kind
-    op_class = policy.decide(name, layer.path).op_class
-    return PlannedOperation(name, kind, layer.path, op_class, layer.compute_dtype, "its layer's own policy")
 
 
 def _widened(value: Any) -> Any:

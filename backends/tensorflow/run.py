@@ -1,11 +1,7 @@
 """`polyamp run` for TensorFlow: the removed graph rewrite for scripts that use it, and a policy for others.
 
-A script without mixed precision clips, sums and applies gradients as if there were no loss scale. So the loss is scaled
-and the gradients are unscaled in one place: where they are taken. If one of them is not finite, all are returned as
-NaN, which survives clipping; the optimizer's update then finds it, skips the step and advances the scale:
-
-    tape.gradient(loss, weights)     begins its backward pass with 65536 instead of 1, and divides the results by 65536
-    optimizer.apply_gradients(...)   updates or skips
+A script without mixed precision clips and sums gradients as if there were no loss scale. So they are unscaled where
+they are taken. If one is not finite, all become NaN, which survives clipping; the update finds it and is skipped.
 """
 
 from __future__ import annotations
@@ -22,9 +18,8 @@ from polyamp.backends.tensorflow import graph_rewrite
 from polyamp.backends.tensorflow.autocast.context import autocast_everywhere, lowering_of
 from polyamp.backends.tensorflow.autocast.lowering import Operation
 from polyamp.backends.tensorflow.steps.gradients import SIXTEEN_BIT, all_finite, multiplied, unscaled
-from polyamp.backends.tensorflow.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.tensorflow.steps.scaler import LossScaler
-from polyamp.backends.tensorflow.unstable import replace_functions, scope_path
+from polyamp.backends.tensorflow.unstable import scope_path
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import PlannedOperation
 from polyamp.policies import Policy
@@ -32,10 +27,9 @@ from polyamp.run import Session, script_line
 
 v1 = tf.compat.v1
 
-_PRODUCTS = "the products of TensorFlow"
 _MOST_CALLS = 4096
-_FIX = "or --policy mixed_bfloat16, which needs no loss scale"
 _ASSIGNMENTS = ("assign", "assign_add", "assign_sub", "scatter_sub", "scatter_add", "scatter_nd_sub", "scatter_nd_add")
+_WRAP = "opt = polyamp.wrap_optimizer(opt, policy) in the script, without --policy; or --policy mixed_bfloat16"
 # `from tensorflow.train.experimental import x` loads a second module from the same file as `tf.train.experimental`.
 _ROOTS = [f"{root}{version}" for root in ("tensorflow", "tensorflow._api.v2") for version in ("", ".compat.v1")]
 _PLACES = [f"{root}.train.experimental" for root in _ROOTS] + [f"{root}.mixed_precision" for root in _ROOTS[1::2]]
@@ -43,26 +37,7 @@ _PLACES = [f"{root}.train.experimental" for root in _ROOTS] + [f"{root}.mixed_pr
 
 def begin(session: Session) -> None:
     """Put the graph rewrite in its old places; with a policy, run the script's products in 16 bits."""
-    _supply_graph_rewrite(session)
-    policy = session.policy
-    if policy is None:
-        return
-    autocast_everywhere(policy)
-    session.at_end(lambda: autocast_everywhere(None))
-    _record_products(session, policy)
-    options = tf.config.optimizer.set_experimental_options
 
-    def set_experimental_options(given: Any) -> None:
-        if any(is_on for name, is_on in given.items() if name.startswith("auto_mixed_precision")):
-            session.found("tf.config.optimizer.set_experimental_options")
-        options(given)
-
-    session.replace(tf.config.optimizer, "set_experimental_options", set_experimental_options)
-    if policy.loss_scale.check:
-        _scale_losses(session, policy)
-
-
-def _supply_graph_rewrite(session: Session) -> None:
     def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic") -> Any:
         session.found("tf.train.experimental.enable_mixed_precision_graph_rewrite")
         wrapped = graph_rewrite.enable_mixed_precision_graph_rewrite(opt, loss_scale)
@@ -72,9 +47,23 @@ def _supply_graph_rewrite(session: Session) -> None:
         return wrapped
 
     for module in map(import_module, _PLACES):
-        session.replace(module, enable_mixed_precision_graph_rewrite.__name__, enable_mixed_precision_graph_rewrite)
-        disable = graph_rewrite.disable_mixed_precision_graph_rewrite
-        session.replace(module, disable.__name__, disable)
+        for function in (enable_mixed_precision_graph_rewrite, graph_rewrite.disable_mixed_precision_graph_rewrite):
+            session.replace(module, function.__name__, function)
+    policy, options = session.policy, tf.config.optimizer.set_experimental_options
+    if policy is None:
+        return
+
+    def set_experimental_options(given: Any) -> None:
+        if any(is_on for name, is_on in given.items() if name.startswith("auto_mixed_precision")):
+            session.found("tf.config.optimizer.set_experimental_options")
+        options(given)
+
+    session.replace(tf.config.optimizer, "set_experimental_options", set_experimental_options)
+    autocast_everywhere(policy)
+    session.at_end(lambda: autocast_everywhere(None))
+    _record_products(session, policy)
+    if policy.loss_scale.check:
+        _scale_losses(session, policy)
 
 
 def _record_products(session: Session, policy: Policy) -> None:
@@ -90,19 +79,19 @@ def _record_products(session: Session, policy: Policy) -> None:
             seen.add((operation.native, where, lowered))
             decided = policy.decide(operation.canonical, where)
             ran_in = policy.compute if lowered else AS_WRITTEN
-            session.operations.setdefault(_PRODUCTS, []).append(
+            session.operations.append(
                 PlannedOperation(operation.canonical, operation.native, where, decided.op_class, ran_in, decided.reason)
             )
 
     if lowering is not None:
+        session.looked_at = "the products of TensorFlow"
         lowering.observer = note
         session.at_end(lambda: setattr(lowering, "observer", None))
 
 
 def _scale_losses(session: Session, policy: Policy) -> None:
-    """Scale losses where gradients are taken, and skip steps where they are applied, until the session ends."""
-    scaling = ScaledGradients(session, policy)
-    session.shared["tensorflow"] = scaling
+    """Scale losses where tapes take gradients, and refuse the updates that nothing could skip."""
+    session.own_loops = scaling = ScaledGradients(session, policy)
     of_tape = tf.GradientTape.gradient
 
     @functools.wraps(of_tape)
@@ -112,69 +101,38 @@ def _scale_losses(session: Session, policy: Policy) -> None:
 
         return scaling.take(take, target, sources, output_gradients)
 
-    def in_graph(of_graph: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(of_graph)
-        def gradients(ys: Any, xs: Any, grad_ys: Any = None, *args: Any, **options: Any) -> Any:
-            return scaling.take(lambda seeds: of_graph(ys, xs, seeds, *args, **options), ys, xs, grad_ys)
+    def checked(original: Callable[..., Any], check: Callable[[Any], None]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            check(self)
+            return original(self, *args, **kwargs)
 
-        return gradients
+        return call
 
-    def checked(assign: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(assign)
-        def check(variable: Any, *args: Any, **kwargs: Any) -> Any:
-            scaling.check_assignment(variable)
-            return assign(variable, *args, **kwargs)
-
-        return check
+    def refuse(what: Any) -> None:
+        session.refuse(
+            "the optimizers and sessions of TensorFlow 1 cannot be given a loss scale from outside",
+            found=f"tf.compat.v1: {type(what).__name__}",
+            fix=f"write {_WRAP}",
+        )
 
     session.replace(tf.GradientTape, "gradient", tf.autograph.experimental.do_not_convert(gradient))
-    with tf.Graph().as_default():
-        kinds = [type(v1.Variable(0.0, use_resource=resource)) for resource in (True, False)]
-    for kind in kinds:
-        for name in _ASSIGNMENTS:
-            if owner := next((one for one in kind.__mro__ if name in vars(one)), None):
-                session.replace(owner, name, checked(vars(owner)[name]))
-    replaced = {function: in_graph(function) for function in (tf.gradients, v1.gradients)}
-    replaced |= {function: checked(function) for function in (getattr(v1, name) for name in _ASSIGNMENTS)}
-    replace_functions(replaced)
-    session.at_end(lambda: replace_functions({ours: original for original, ours in replaced.items()}))
-    _skip_steps(session, scaling)
-
-
-def _skip_steps(session: Session, scaling: ScaledGradients) -> None:
-    """Skip steps of optimizers of TensorFlow 1, including those whose class has its own ``apply_gradients``."""
-    made, skipping = v1.train.Optimizer.__init__, set[type]()
-
-    @functools.wraps(made)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(self, LossScaledOptimizer):
-            session.found("polyamp.wrap_optimizer")
-        for kind in type(self).__mro__:
-            if "apply_gradients" in vars(kind) and kind not in skipping:
-                skipping.add(kind)
-                session.replace(kind, "apply_gradients", skipped(vars(kind)["apply_gradients"]))
-        made(self, *args, **kwargs)
-
-    def skipped(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def apply_gradients(self: Any, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-            if session.is_as_written:
-                return original(self, grads_and_vars, global_step=global_step, name=name)
-            result = scaling.step(self, list(grads_and_vars), global_step=global_step, name=name)
-            return None if tf.executing_eagerly() else tf.group(result.scale, name=name)
-
-        return apply_gradients
-
-    session.replace(v1.train.Optimizer, "__init__", __init__)
+    of_sessions = v1.Session.__mro__[1]  # monitored and interactive ones too
+    refused: list[tuple[Any, str, Callable[[Any], None]]]
+    refused = [(v1.train.Optimizer, "__init__", refuse), (of_sessions, "run", refuse)]
+    kind = type(tf.Variable(0.0))
+    owners = {name: next((one for one in kind.__mro__ if name in vars(one)), None) for name in _ASSIGNMENTS}
+    refused += [(owner, name, scaling.check_assignment) for name, owner in owners.items() if owner is not None]
+    for owner, name, check in refused:
+        session.replace(owner, name, checked(vars(owner)[name], check))
 
 
 class ScaledGradients:
-    """The loss scale of a script: one for its eager code and functions, and one for each graph of TensorFlow 1."""
+    """The loss scale of the loops of a script, for the optimizers of Keras."""
 
     def __init__(self, session: Session, policy: Policy) -> None:
         self._session, self._settings = session, policy.loss_scale
-        self._eager: LossScaler | None = None
-        self._of_graph: weakref.WeakKeyDictionary[tf.Graph, LossScaler] = weakref.WeakKeyDictionary()
+        self._made: LossScaler | None = None
         self._taken: dict[int, weakref.ref[Any]] = {}  # variables whose gradients no optimizer has applied yet
 
     def take(self, take: Callable[[Any], Any], target: Any, sources: Any, seeds: Any) -> Any:
@@ -196,25 +154,19 @@ class ScaledGradients:
             plain = multiplied(unscaled(grads, scale, self._settings.max), poison)
             return tf.nest.pack_sequence_as(result, plain)
 
-    def step(self, optimizer: Any, pairs: Sequence[tuple[Any, Any]], **options: Any) -> Any:
+    def step(self, optimizer: Any, pairs: Sequence[tuple[Any, Any]]) -> Any:
         """Update or skip, and advance the scale; return what the step did, as `LossScaler.step` does."""
         for _, variable in pairs:
             self._taken.pop(id(_native(variable)), None)
         with self._session.as_written():
-            return self._scaler().step(optimizer, pairs, unscaled=tf.constant(True), **options)
+            return self._scaler().step(optimizer, pairs, unscaled=tf.constant(True))
 
     def _scaler(self) -> LossScaler:
-        with tf.init_scope():
-            if not tf.executing_eagerly():
-                self._session.note("The loss scale of a Session is a variable of its graph, named loss_scale.")
-                graph = v1.get_default_graph()
-                if graph not in self._of_graph:
-                    self._of_graph[graph] = LossScaler(self._settings)
-                return self._of_graph[graph]
-            if self._eager is None:
-                self._eager = LossScaler(self._settings)
-                self._session.add(self._eager)
-            return self._eager
+        if self._made is None:
+            with tf.init_scope():
+                self._made = LossScaler(self._settings)
+            self._session.add(self._made)
+        return self._made
 
     def check_assignment(self, variable: Any) -> None:
         """Refuse an update by hand: it would apply gradients that should be skipped."""
@@ -223,7 +175,7 @@ class ScaledGradients:
             self._session.refuse(
                 "the script updates a variable itself, without an optimizer",
                 found=f"an assignment to {taken.name} after its gradient was taken",
-                fix=f"use an optimizer of Keras or tf.compat.v1.train, which can skip a step; {_FIX}",
+                fix="use an optimizer of Keras, which can skip a step; or --policy mixed_bfloat16",
             )
 
     def _check_sources(self, sources: Sequence[Any]) -> None:
@@ -231,7 +183,7 @@ class ScaledGradients:
             self._session.refuse(
                 "a loss scale for replicas has to be part of the script's step",
                 found=f"gradients under a {type(tf.distribute.get_strategy()).__name__}",
-                fix=f"wrap the optimizer in the script: polyamp.wrap_optimizer; {_FIX}",
+                fix=f"write {_WRAP}",
             )
         for variable in (_native(source) for source in sources if hasattr(source, "assign")):
             if variable.dtype.base_dtype in SIXTEEN_BIT:

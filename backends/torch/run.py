@@ -24,7 +24,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatch
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+import polyamp
 from polyamp.backends.torch import cuda_amp, unstable
 from polyamp.backends.torch.attached import Attached, attach, detach, wrapper_of
 from polyamp.backends.torch.autocast.context import Entered
@@ -44,36 +44,16 @@ from polyamp.backends.torch.recording.mode import operator_of
 from polyamp.backends.torch.steps.closures import evaluates_once
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.optimizer import ALIVE, LossScaledOptimizer
-from polyamp.backends.torch.steps.scaler import is_finite, non_finite
+from polyamp.backends.torch.steps.scaler import non_finite
 from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
 from polyamp.backends.torch.user_code import is_users, users_line
 from polyamp.errors import PolyampError
 from polyamp.plan import PlannedOperation
 from polyamp.policies import Policy
-from polyamp.run import Session, Use
+from polyamp.run import Session
 
-_FIRST_FORWARDS = "the first forward pass of each model"
 _MOST_MODULES = 8  # outermost modules whose first forward pass is recorded
 _BFLOAT16 = "use --policy mixed_bfloat16, which needs no loss scale"
-
-_OWN = ("torch.autocast", "torch.amp.*", "torch.cuda.amp.*", "torch.cpu.amp.*", "apex.amp.*", "polyamp.*")
-_HARMLESS = ("*.custom_fwd", "*.custom_bwd", "*.is_autocast_available")
-_LOW_TYPES = {*map(str, SIXTEEN_BIT), "torch.half", "torch.HalfTensor", "torch.BFloat16Tensor", "torch.cuda.HalfTensor"}
-
-# Trainers run the loop and choose the precision themselves; each with the plugin that serves it.
-_INTEGRATIONS = "use polyamp.backends.torch.integrations."
-_TRAINERS = {
-    "lightning": f"{_INTEGRATIONS}lightning",
-    "pytorch_lightning": f"{_INTEGRATIONS}lightning",
-    "lightning_fabric": f"{_INTEGRATIONS}lightning",
-    "accelerate": f"{_INTEGRATIONS}accelerate",
-    "transformers.Trainer": f"{_INTEGRATIONS}transformers",
-    "transformers.Seq2SeqTrainer": f"{_INTEGRATIONS}transformers",
-    **dict.fromkeys(
-        ("deepspeed", "composer", "fairscale", "ignite", "colossalai"),
-        "use its own setting for precision, without --policy",
-    ),
-}
 
 _SEE_GRADIENTS = {
     Tensor: ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
@@ -102,11 +82,9 @@ def begin(session: Session) -> None:
         )
     if policy.compute not in ("float16", "bfloat16"):
         return
-    session.check_sources(functools.partial(_check_use, session))
     _refuse_own_regions(session)
     _run_models_under(session, policy)
     steps = _Steps(session, policy)
-    session.last_loss = steps.last_loss
     session.replace(torch.autograd, "backward", steps.backward(torch.autograd.backward))
     if policy.loss_scale.check:
         _refuse_readers_of_gradients(session)
@@ -116,30 +94,7 @@ def begin(session: Session) -> None:
 # What is refused.
 
 
-def _check_use(session: Session, use: Use) -> None:
-    """Refuse what a line of the source shows: a trainer, or mixed precision of its own."""
-    for trainer, fix in _TRAINERS.items():
-        if f"{use.name}.".startswith(f"{trainer}."):
-            what = f"{trainer} runs the training loop and chooses the precision itself"
-            session.refuse(what, found=use.name, where=use.where, fix=fix)
-    if use.arguments is None:
-        return
-    if any(fnmatch(use.name, pattern) for pattern in _OWN):
-        is_own = use.arguments.get("enabled") != "False" and not any(fnmatch(use.name, one) for one in _HARMLESS)
-    elif use.name.endswith((".half", ".bfloat16")):
-        is_own = not use.arguments
-    else:
-        is_own = not _LOW_TYPES.isdisjoint((use.name, *use.arguments.values()))
-    if is_own:
-        session.refuse(
-            "the script has mixed precision of its own",
-            found=f"{use.name.lstrip('.')}()",
-            where=use.where,
-            fix="leave out --policy: polyamp run then only supplies what the script lacks; or remove this line",
-        )
-
-
-def _before(session: Session, owner: type, name: str, check: Callable[..., None]) -> None:
+def _before(session: Session, owner: Any, name: str, check: Callable[..., None]) -> None:
     """Call a check before a method, where neither torch nor polyamp calls it."""
     original = getattr(owner, name)
 
@@ -153,7 +108,7 @@ def _before(session: Session, owner: type, name: str, check: Callable[..., None]
 
 
 def _refuse_own_regions(session: Session) -> None:
-    """Refuse regions and scalers that installed packages make; the source shows the script's own."""
+    """Refuse regions, scalers and models in 16 bits that the script or a library makes."""
     for owner in (torch.autocast, torch.amp.GradScaler):
 
         def check(*_: Any, enabled: bool = True, owner: type = owner, **__: Any) -> None:
@@ -161,6 +116,23 @@ def _refuse_own_regions(session: Session) -> None:
                 session.found(f"torch.amp.{owner.__name__}")
 
         _before(session, owner, "__init__", check)
+    places: list[tuple[Any, tuple[str, ...]]] = [
+        (nn.Module, ("half", "bfloat16")),
+        (polyamp, ("autocast", "wrap_optimizer")),
+    ]
+    for place, names in places:
+        for name in names:
+
+            def found(*_: Any, name: str = f"{place.__name__}.{name}", **__: Any) -> None:
+                session.found(name)
+
+            _before(session, place, name, found)
+
+
+def _refuse_low(session: Session, values: Any, what: str) -> None:
+    """Refuse 16-bit tensors that the script itself made."""
+    if any(isinstance(one, Tensor) and one.dtype in SIXTEEN_BIT for one in values):
+        session.found(f"{what} in 16 bits")
 
 
 def _refuse_readers_of_gradients(session: Session) -> None:
@@ -197,14 +169,16 @@ def _run_models_under(session: Session, policy: Policy) -> None:
     @unstable.never_compiled
     def in_a_region(module: nn.Module, args: Any, kwargs: Any) -> Any:
         session.check()
+        _refuse_low(session, leaves((args, kwargs)), "inputs of a model")
         with ExitStack() as stack:
             here.is_inside = True
             stack.callback(setattr, here, "is_inside", False)
             if torch.is_grad_enabled() and id(module) not in recorded and len(recorded) < _MOST_MODULES:
                 recorded.add(id(module))
+                _refuse_low(session, module.parameters(), "parameters")
                 if "torch._dynamo" in sys.modules:  # compiled modules run eagerly once, so that operations are seen
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(_Recorder(session.operations.setdefault(_FIRST_FORWARDS, []), policy))
+                stack.enter_context(_Recorder(session.operations, policy))
             stack.enter_context(Entered(policy))
             out = original(module, *args, **kwargs)
         return map_leaves(widened, out, others=functools.partial(_refuse_hidden, session, module))
@@ -216,6 +190,7 @@ def _run_models_under(session: Session, policy: Policy) -> None:
         return leaf
 
     report_slow(policy.compute)
+    session.looked_at = "the first forward pass of each model"
     session.replace(nn.Module, "__call__", call)
 
 
@@ -260,14 +235,6 @@ class _Steps:
         self._session, self._policy, self._lock = session, policy, threading.Lock()
         self._first: LossScaledOptimizer | None = None
         self._attached: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._loss: Tensor | None = None
-
-    def last_loss(self) -> float | None:
-        """Return the last loss that was differentiated; NaN for several that are not finite."""
-        loss = self._loss
-        if loss is None or loss.numel() == 1:
-            return None if loss is None else float(loss)
-        return 0.0 if is_finite(loss) else float("nan")
 
     def watch_optimizers(self) -> None:
         """Attach every optimizer where it is made, and refuse the steps of those that were made elsewhere."""
@@ -310,8 +277,9 @@ class _Steps:
                 found=f"{name} around {type(held[0]).__name__}",
                 fix=f"{_BFLOAT16} and skips nothing",
             )
-        if any(param.dtype in SIXTEEN_BIT for group in optimizer.param_groups for param in group["params"]):
-            self._session.found("parameters in 16 bits")
+        _refuse_low(
+            self._session, [param for group in optimizer.param_groups for param in group["params"]], "parameters"
+        )
         try:
             wrapper = attach(optimizer, self._policy)
         except PolyampError as error:
@@ -367,7 +335,6 @@ class _Steps:
                 original(tensors, grad_tensors, *args, **kwargs)
                 return
             self._session.check()
-            self._loss = losses[0].detach()
             if not self._policy.loss_scale.check:
                 original(tensors, grad_tensors, *args, **kwargs)
                 return
@@ -403,8 +370,7 @@ class _Steps:
                 found="no torch.optim.Optimizer",
                 fix=f"make the optimizer first, or {_BFLOAT16}",
             )
-        if any(loss.dtype in SIXTEEN_BIT for loss in losses):
-            self._session.found("a loss in 16 bits")
+        _refuse_low(self._session, losses, "a loss")
         return self._first
 
 

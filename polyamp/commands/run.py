@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import platform
 import signal
 import sys
 from collections import Counter
@@ -14,18 +11,13 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-import polyamp
-from polyamp import registry
 from polyamp.diagnosis.health import health
-from polyamp.errors import InvalidValueError, UsageError
+from polyamp.errors import InvalidValueError
 from polyamp.plan import Plan
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
+from polyamp.report import Report
 from polyamp.run import Finder, NoScriptError, Session, execute, running, without_own_frames
 
 _ROWS = 12  # operations in the table; the JSON has all
@@ -101,87 +93,84 @@ def run_script(
         except BaseException as raised:
             error = raised
         if os.environ.get("RANK", "0") == "0":  # of the ranks that torchrun starts, the first one reports
-            made = _report(session, error) | {"script": target, "arguments": list(arguments)}
-            _show(made)
+            made = _RunReport(session, target, arguments, error)
+            if sys.stdout is not None:
+                sys.stdout.flush()
+            if sys.stderr is not None:
+                print(made, file=sys.stderr, flush=True)
             if report is not None:
-                report.write_text(json.dumps(made, indent=1, allow_nan=False) + "\n")
+                made.save(report)
     if session.refusal is not None:
         raise session.refusal.with_traceback(None) from None  # also if the script caught it
     return error if error is None else without_own_frames(error)
 
 
-def _report(session: Session, error: BaseException | None) -> dict[str, Any]:
-    found, loss = [health(one) for one in session.holders], session.last_loss()
-    policy = session.policy
-    plans = [Plan(str(policy), tuple(many), engine=title) for title, many in session.operations.items() if many]
-    has_low = session.has_low or any(plan.totals["by_format"].keys() & {"float16", "bfloat16"} for plan in plans)
-    verdicts: list[str] = []
-    for one in found:
-        if one.steps and one.skipped == one.steps:
-            verdicts.append(f"All {one.steps:,} steps were skipped, so nothing was trained. {one.finding}")
-        elif one.alarming:
-            verdicts.append(f"Loss scaling: {one.why}. {one.finding}")
-    if loss is not None and not math.isfinite(loss):
-        verdicts.append(f"The last loss is {loss}: look for its first non-finite value with polyamp.diagnose.")
-    if policy is not None and error is None:
-        if not session.begun:
-            verdicts.append("No framework that polyamp supports was imported: nothing changed.")
-        elif policy.compute in ("float16", "bfloat16") and not has_low:
+class _RunReport(Report):
+    """Says how a script ended, what it used, what ran in which format, and what went badly."""
+
+    def __init__(self, session: Session, target: str, arguments: Sequence[str], error: BaseException | None) -> None:
+        self._session, self._script, self._arguments, self._error = session, target, list(arguments), error
+        self._health = [health(one) for one in session.holders]
+        self._plan = Plan(str(session.policy), tuple(session.operations), engine=session.looked_at)
+
+    def as_dict(self) -> dict[str, Any]:
+        session = self._session
+        return {
+            "script": self._script,
+            "arguments": self._arguments,
+            "policy": None if session.policy is None else str(session.policy),
+            "exit": self._exit(),
+            "supplied": sorted(set(session.supplied)),
+            "interfaces": session.interfaces,
+            "plan": self._plan.as_dict() if session.operations else None,
+            "health": [one.as_dict() for one in self._health],
+            "refusal": None if session.refusal is None else str(session.refusal),
+            "verdicts": self._verdicts(),
+        }
+
+    def heading(self) -> str:
+        session = self._session
+        lines = [f"polyamp run {self._script}: {self._exit()}; {session.policy or 'no policy'}"]
+        lines += [f"supplied: {', '.join(sorted(set(session.supplied)))}"] if session.supplied else []
+        lines += [f"used: {one['interface']} at {one['where']}" for one in session.interfaces]
+        lines += [f"loss scale: {one}" for one in self._health]
+        lines += [f"{session.looked_at}:"] if session.operations else []
+        return "\n".join(lines)
+
+    def rows(self) -> list[tuple[str, ...]]:
+        counted: dict[str, Counter[str]] = {}
+        for one in self._session.operations:
+            counted.setdefault(one.name, Counter())[one.format] += 1
+        most = sorted(counted.items(), key=lambda item: -item[1].total())
+        rows = [(name, ", ".join(f"{form} {count}" for form, count in formats.items())) for name, formats in most]
+        rows[_ROWS:] = [(f"{len(rows) - _ROWS} more", "--report FILE lists them")] if len(rows) > _ROWS else []
+        return [("operation", "ran in"), *rows] if rows else []
+
+    def sentences(self) -> list[str]:
+        return [f"verdict: {one}" for one in self._verdicts()]
+
+    def _verdicts(self) -> list[str]:
+        session, verdicts = self._session, list[str]()
+        for one in self._health:
+            if one.steps and one.skipped == one.steps:
+                verdicts.append(f"All {one.steps:,} steps were skipped, so nothing was trained. {one.finding}")
+            elif one.alarming:
+                verdicts.append(f"Loss scaling: {one.why}. {one.finding}")
+        low = {"float16", "bfloat16"}
+        wants_low = session.policy is not None and session.policy.compute in low and self._error is None
+        if wants_low and not session.has_low and not low & self._plan.totals["by_format"].keys():
             verdicts.append(
                 "Nothing ran in 16 bits: nothing changed. Processes that the script starts itself are not followed: "
                 "start them with torchrun."
             )
-    return {
-        "polyamp": polyamp.__version__,
-        "python": platform.python_version(),
-        "system": platform.platform(),
-        "frameworks": {adapter.name: adapter.describe() for adapter in registry.in_use()},
-        "policy": None if policy is None else str(policy),
-        "exit": _exit_of(error),
-        "supplied": sorted(set(session.supplied)),
-        "interfaces": session.interfaces,
-        "plans": [plan.as_dict() for plan in plans],
-        "health": [{**one.as_dict(), "text": str(one)} for one in found],
-        "loss": loss if loss is None or math.isfinite(loss) else None,
-        "notes": session.notes,
-        "refusal": None if session.refusal is None else str(session.refusal),
-        "verdicts": [] if session.refusal is not None else list(dict.fromkeys(verdicts)),
-    }
+        return verdicts if session.refusal is None else []
 
-
-def _exit_of(error: BaseException | None) -> str:
-    if error is None:
-        return "ended"
-    if isinstance(error, SystemExit):
-        return f"exit code {error.code if isinstance(error.code, int) else int(error.code is not None)}"
-    if isinstance(error, UsageError):
-        return "refused"
-    return f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-
-
-def _show(report: dict[str, Any]) -> None:
-    """Print the report on standard error, after what the script printed."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
-    policy = report["policy"] or "no policy: mixed precision is the script's own"
-    lines = [f"polyamp run {report['script']}: {report['exit']}; {policy}"]
-    lines += [f"supplied: {', '.join(report['supplied'])}"] if report["supplied"] else []
-    lines += [f"used: {one['interface']}" + f" at {one['where']}" * bool(one["where"]) for one in report["interfaces"]]
-    lines += [f"loss scale: {one['text']}" for one in report["health"]] + [f"note: {one}" for one in report["notes"]]
-    for line in dict.fromkeys(lines):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for plan in report["plans"]:
-        counted: dict[str, Counter[str]] = {}
-        for one in plan["operations"]:
-            counted.setdefault(one["name"], Counter())[one["format"]] += 1
-        table = Table("operation", "ran in", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for name, formats in sorted(counted.items(), key=lambda item: -item[1].total())[:_ROWS]:
-            table.add_row(escape(name), ", ".join(f"{format_name} {count}" for format_name, count in formats.items()))
-        if len(counted) > _ROWS:
-            table.add_row(f"{len(counted) - _ROWS} more", "--report FILE lists them")
-        console.print(f"{plan['engine']}:", highlight=False, markup=False)
-        console.print(table)
-    for verdict in report["verdicts"]:
-        console.print(f"verdict: {verdict}", style="bold red", highlight=False, markup=False, soft_wrap=True)
+    def _exit(self) -> str:
+        error = self._error
+        if error is None:
+            return "ended"
+        if isinstance(error, SystemExit):
+            return f"exit code {error.code if isinstance(error.code, int) else int(error.code is not None)}"
+        if error is self._session.refusal:
+            return "refused"
+        return f"{type(error).__name__}: {error}".strip().partition("\n")[0]

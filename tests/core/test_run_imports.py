@@ -15,8 +15,8 @@ import pytest
 
 from polyamp import policy
 from polyamp import run as running_scripts
-from polyamp.errors import UsageError
-from polyamp.run import Finder, Session, current, found, running, uses_in
+from polyamp.errors import PolyampWarning, UsageError, forget_warnings
+from polyamp.run import Finder, Session, current, found, running
 
 BEGUN: list[Session] = []
 
@@ -173,9 +173,9 @@ def test_a_refusal_passes_an_except_for_import_errors_and_stays() -> None:
 
 
 def test_an_adapter_that_does_not_load_is_refused_with_a_policy_and_reported_without() -> None:
-    session = Session()
-    run("import unsupported_of_tests", session)
-    assert "unsupported_of_tests" in session.notes[0]
+    forget_warnings()
+    with pytest.warns(PolyampWarning, match="unsupported_of_tests"):
+        run("import unsupported_of_tests")
     with pytest.raises(UsageError, match="cannot be loaded"):
         run("try:\n import unsupported_of_tests\nexcept ImportError:\n pass", Session(policy("mixed_float16")))
 
@@ -191,19 +191,30 @@ def test_mixed_precision_of_its_own_is_reported_without_a_policy_and_refused_wit
     assert current() is None
 
 
-def test_sources_are_checked_before_they_run(folder: Path) -> None:
-    code = "from gone.amp import Scaler as S\nimport local_of_tests.loop\nS(True, flag=off.half)\nmodel().half()\n"
-    write(folder, {"train.py": code, "local_of_tests/loop.py": "import gone\nif 0: gone.init()\n", "broken.py": "x("})
-    uses = [(use.name, use.where.rpartition("/")[2], use.arguments) for use in uses_in(folder / "train.py")]
-    assert ("gone.amp.Scaler", "train.py:1", None) in uses
-    assert ("gone.amp.Scaler", "train.py:3", {"0": "True", "flag": ".half"}) in uses
-    assert (".half", "train.py:4", {}) in uses
-    assert list(uses_in(folder / "broken.py")) == []
-    seen: list[str] = []
-    session = Session()
-    session.check_sources(lambda use: seen.append(use.name))
-    run("from local_of_tests import loop", session)
-    assert "gone.init" in seen
+@pytest.mark.parametrize(
+    ("code", "plugin"),
+    [
+        ("from lightning.pytorch import Trainer", "integrations.lightning"),
+        ("import accelerate", "integrations.accelerate"),
+        ("import transformers\ntransformers.Trainer", "integrations.transformers"),
+        ("import deepspeed", "its own setting"),
+    ],
+)
+def test_a_trainer_is_refused_where_the_script_imports_it(
+    code: str, plugin: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = folder / "dist-packages"
+    lazy = "import accelerate, importlib\ndef __getattr__(name):\n importlib.import_module('transformers.trainer')"
+    write(packages, {"transformers/__init__.py": lazy, "transformers/trainer.py": "", "accelerate.py": ""})
+    monkeypatch.syspath_prepend(packages)
+    for name in [name for name in sys.modules if name.startswith(("accelerate", "lightning", "transformers"))]:
+        monkeypatch.delitem(sys.modules, name)
+    policies = policy("mixed_float16")
+    run("import transformers", Session(policies))  # which imports accelerate itself
+    sys.modules.pop("accelerate")
+    with pytest.raises(UsageError, match=plugin) as refused:
+        run(code, Session(policies))
+    assert "/script/train.py:" in str(refused.value)
 
 
 def test_what_a_session_replaces_is_put_back() -> None:

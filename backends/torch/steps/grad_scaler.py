@@ -1,13 +1,7 @@
 """`GradScaler`: the interface of torch's scaler, for code that takes one, in front of polyamp's loss scale.
 
 It has two kinds of optimizers behind it. Plain ones it unscales and steps itself, as torch's scaler does, with torch's
-two tensors for the scale and its count. Optimizers that are wrapped do that themselves, so it passes the calls on:
-
-    scaler                plain optimizer                        wrapped optimizer
-    scale(loss)           the loss times the scale               the same, by the optimizers' loss scale
-    unscale_(opt)         unscales and tests the gradients       opt.unscale_()
-    step(opt)             opt.step(), or skips                   opt.step(), which skips, and moves the loss scale
-    update()              moves the loss scale                   nothing is left to do
+two tensors for the scale and its count. Optimizers that are wrapped do that themselves, so it passes the calls on.
 """
 
 from __future__ import annotations
@@ -21,11 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 
 from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.kernels.control import on_device, where
 from polyamp.backends.torch.recording.reach import is_recorded, update_begins
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
@@ -35,7 +27,7 @@ from polyamp.backends.torch.steps.scaler import LossScaler, is_finite, non_finit
 from polyamp.backends.torch.steps.skipping import state_is_complete
 from polyamp.backends.torch.unstable import before_clipping, not_traced, note_step
 from polyamp.errors import InvalidValueError, UsageError, warn_once
-from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
+from polyamp.loss_scale import LossScale, LossScaleState, on_host
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.result import StepResult
@@ -52,10 +44,9 @@ def _setting(name: str) -> Any:
             raise UsageError(
                 "the settings of the loss scale are the wrapped optimizer's",
                 where=f"GradScaler: {name}",
-                allowed="settings that are passed when the optimizer is wrapped",
                 fix="polyamp.wrap_optimizer(optimizer, policy, loss_scale=LossScale(growth=, backoff=, interval=))",
             )
-        scaler._scaler.settings = replace(scaler._scaler.settings, **{name: value})
+        scaler._own.settings = replace(scaler._own.settings, **{name: value})
 
     return property(lambda scaler: getattr(scaler.config, name), change)
 
@@ -78,12 +69,6 @@ class GradScaler(torch.amp.GradScaler):
 
     With ``optimizers=``, it drives wrapped optimizers, so that a loop or a trainer that takes a scaler has all that a
     wrapped optimizer has: master weights, clipping, rules and reasons of skips.
-
-    >>> optimizer = LossScaledOptimizer(torch.optim.SGD(model.half().parameters(), lr=0.1))  # with float32 masters
-    >>> scaler = GradScaler(optimizers=optimizer)
-    >>> scaler.scale(model(torch.ones(1, 2).half()).sum()).backward()
-    >>> scaler.step(optimizer)
-    >>> scaler.update()
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
@@ -123,22 +108,19 @@ class GradScaler(torch.amp.GradScaler):
             self._wrapped = _checked(optimizers)
             super().__init__("cpu", enabled=False)  # torch's own state is not used
             return
-        if policy is not None:
-            loss_scale = _scale_of(policy, loss_scale)
-        if policy is not None and loss_scale is not None:
-            enabled = enabled and loss_scale.check
-        if loss_scale is not None:
-            _check_settings(loss_scale)
-            init_scale, growth_factor = loss_scale.init, loss_scale.growth
-            backoff_factor, growth_interval = loss_scale.backoff, loss_scale.interval
-        limits = LossScale.like("torch", min=LossScale().min) if loss_scale is None else loss_scale
+        given = _given(loss_scale, policy)
+        if given is not None:
+            enabled = enabled and (policy is None or given.check)
+            init_scale, growth_factor, backoff_factor = given.init, given.growth, given.backoff
+            growth_interval = given.interval
+        limits = given or LossScale.like("torch", min=LossScale().min)
         limits = replace(limits, init=init_scale, min=min(limits.min, init_scale), max=max(limits.max, init_scale))
-        self._scaler = LossScaler(limits)
+        self._own = LossScaler(limits)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         check_process_group(process_group)
-        self._init_growth_tracker = self._scaler.state.good_steps
+        self._init_growth_tracker = self._own.state.good_steps
         self._process_group = process_group
-        self._last_step = StepResult(self._scaler.state)
+        self._last_step = StepResult(self._own.state)
         self._start()
 
     def _start(self) -> None:
@@ -149,7 +131,7 @@ class GradScaler(torch.amp.GradScaler):
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._met: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         if self._enabled:
-            ALIVE.add(self)
+            _ALIVE.add(self)
             before_clipping("scalers", _report_clipping)
 
     @property
@@ -162,9 +144,13 @@ class GradScaler(torch.amp.GradScaler):
         return self._wrapped[0] if self._wrapped else None
 
     @property
+    def _scaler(self) -> LossScaler:
+        return self._own if self._lead is None else self._lead.scaler
+
+    @property
     def config(self) -> LossScale:
         """The settings, including changes by torch's ``set_...`` methods."""
-        return (self._lead.scaler if self._lead is not None else self._scaler).settings
+        return self._scaler.settings
 
     @property
     def last_step(self) -> StepResult:
@@ -185,21 +171,18 @@ class GradScaler(torch.amp.GradScaler):
         """
         if (lead := self._lead) is not None:
             return lead.scale(outputs)
-        if not self._enabled:
-            return outputs
-        if not isinstance(outputs, Tensor | list | tuple):
+        if not self._enabled or not isinstance(outputs, Tensor | list | tuple):
             return super().scale(outputs)
         if losses := list(leaves(outputs)):
             self._saw_loss = True
-            alone = not has_peers(self._process_group)
-            suspects = self._scaler.suspects(losses, alone=alone, stacklevel=_STACKLEVEL)
+            suspects = self._own.suspects(losses, alone=self._is_alone(), stacklevel=_STACKLEVEL)
             self._losses = [*self._losses, *suspects][-_LOSSES_KEPT:]
         return super().scale(map_leaves(_widened, outputs))
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Unscale the gradients of an optimizer now, as torch does."""
         if self._lead is not None:
-            self._own(optimizer, "scaler.unscale_(optimizer)").unscale_()
+            self._own_optimizer(optimizer, "scaler.unscale_(optimizer)").unscale_()
         elif self._enabled:
             self._met.add(optimizer)
             super().unscale_(optimizer)
@@ -215,16 +198,23 @@ class GradScaler(torch.amp.GradScaler):
             NonFiniteLossError: see `scale`.
         """
         if self._lead is not None:
-            return self._own(optimizer, "scaler.step(optimizer)").step(*args, **kwargs)
+            return self._own_optimizer(optimizer, "scaler.step(optimizer)").step(*args, **kwargs)
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         self._met.add(optimizer)
         update_begins(scale=self.get_scale)
         _refuse(optimizer, [*args, kwargs.get("closure")])
-        self._scaler.report_earlier_step(self._explain, alone=not has_peers(self._process_group))
-        result = None if self._skips_on_host(optimizer) else super().step(optimizer, *args, **kwargs)
-        flags = list(self._found_inf_per_device(optimizer).values())
-        if flags:
+        self._own.report_earlier_step(self._explain, alone=self._is_alone())
+        params = (param for group in optimizer.param_groups for param in group["params"] if param.grad is not None)
+        kernel_skips = vars(optimizer).get("_step_supports_amp_scaling", False)
+        if kernel_skips and not state_is_complete(optimizer, params, has_stepped=optimizer in self._stepped):
+            vars(optimizer)["_step_supports_amp_scaling"] = False  # so that torch lets the host skip
+        try:
+            result = super().step(optimizer, *args, **kwargs)
+        finally:
+            if kernel_skips:
+                vars(optimizer)["_step_supports_amp_scaling"] = True
+        if flags := list(self._found_inf_per_device(optimizer).values()):
             losses = self._losses if self._saw_loss else None
             self._explain = functools.partial(_explain, weakref.ref(optimizer), losses, self._overflowed)
             self._last_step = StepResult(self._state(), flags[0] == 0, self._explain)
@@ -247,29 +237,25 @@ class GradScaler(torch.amp.GradScaler):
             _check_scale(new_scale, self._enabled)
             super().update(new_scale)
             return
-        self._advance(flags)
-        self._per_optimizer_states.clear()
-        self._losses, self._saw_loss = [], False
-
-    def _advance(self, flags: list[Tensor]) -> None:
-        """Advance the scale: by Python numbers if it is on the CPU, else on the device without a host sync."""
-        scale, tracker = self._check_scale_growth_tracker("update")
-        self._scaler.state = self._state()
+        scale, _ = self._check_scale_growth_tracker("update")
         finite: bool | Tensor
         if scale.device.type == "cpu":
             finite = not any(map(bool, flags))
-            self._scaler.advance(finite)
         else:
             finite = torch.stack([flag.to(scale.device, non_blocking=True) for flag in flags]).amax() == 0
-            wide = scale.double() if scale.device.type != "mps" else scale  # like torch's kernel, which rounds once
-            before = on_device(self._scaler.state, scale.device)._replace(scale=wide)
-            state = advance(self.config, before, finite, where)
-            narrowed = {"scale": state.scale.float(), "overflow_scale": state.overflow_scale.float()}
-            self._scaler.take_over(state._replace(**narrowed), finite, self._losses)
-        scale.copy_(torch.as_tensor(self._scaler.state.scale))
-        tracker.copy_(torch.as_tensor(self._scaler.state.good_steps))
-        self._last_step = StepResult(self._scaler.state, finite, self._explain)
-        self._scaler.report(self._explain)
+        self._own.state = self._state()
+        self._own.advance(finite, losses=self._losses)
+        self._show()
+        self._last_step = StepResult(self._own.state, finite, self._explain)
+        self._own.report(self._explain)
+        self._per_optimizer_states.clear()
+        self._losses, self._saw_loss = [], False
+
+    def _show(self) -> None:
+        """Write the state into torch's two tensors."""
+        if self._scale is not None and self._growth_tracker is not None:
+            self._scale.copy_(torch.as_tensor(self._own.state.scale))
+            self._growth_tracker.copy_(torch.as_tensor(self._own.state.good_steps))
 
     def get_scale(self) -> float:
         """Return the scale that the next loss is multiplied by. Waits for the device if the scale is on one."""
@@ -277,10 +263,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def loss_scale(self) -> float:
-        """The scale that the next loss is multiplied by, equal to ``get_scale()``.
-
-        It can be set, within the settings; the counters stay unchanged.
-        """
+        """The scale that the next loss is multiplied by; it can be set, within the settings."""
         return self.get_scale()
 
     @loss_scale.setter
@@ -290,25 +273,18 @@ class GradScaler(torch.amp.GradScaler):
         self.resume(state._replace(scale=checked))
 
     def settings_and_state(self) -> tuple[LossScale, LossScaleState]:
-        """Return the settings, and the state as Python numbers. Waits for the device if the state is on one.
-
-        >>> GradScaler("cpu", enabled=False).settings_and_state()[0]
-        LossScale.none()
-        """
+        """Return the settings, and the state as Python numbers. Waits for the device if the state is on one."""
         if self._lead is None and not self._enabled:
             return LossScale.none(), LossScale.none().initial_state()
         return self.config, on_host(self._state())
 
     def resume(self, state: LossScaleState) -> None:
         """Resume from a state of Python numbers."""
-        if self._lead is not None:
-            self._lead.scaler.resume(state)
-        elif self._enabled:
+        if self._lead is not None or self._enabled:
             self._scaler.resume(state)
+        if self._lead is None and self._enabled:
             self._init_scale, self._init_growth_tracker = state.scale, state.good_steps
-            if self._scale is not None and self._growth_tracker is not None:
-                self._scale.fill_(state.scale)
-                self._growth_tracker.fill_(state.good_steps)
+            self._show()
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> list[Overflow]:
         """Return the parameters of an optimizer whose gradients hold inf or NaN now, by name. Waits for the device."""
@@ -341,14 +317,13 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled:
             counts, initial = state_dict.get("counts", ()), self.config.initial_state()[2:]
             fields = (self._init_scale, self._init_growth_tracker, *counts, *initial[len(counts) :])
-            self._scaler.resume(LossScaleState(*fields))
+            self._own.resume(LossScaleState(*fields))
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {key: value for key, value in super().__getstate__().items() if key not in _NOT_COPIED}
         if not self._enabled:
             return kept
-        state = on_host(self._state())
-        return {**kept, "_last_step": StepResult(state, bool(self.last_step))}
+        return {**kept, "_last_step": StepResult(on_host(self._state()), bool(self.last_step))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__({"_process_group": None, **state})
@@ -359,8 +334,9 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        if not allow_fp16:
-            _refuse_half(optimizer)
+        for param in () if allow_fp16 else (param for group in optimizer.param_groups for param in group["params"]):
+            if param.grad is not None and param.grad.dtype == torch.float16:
+                raise refusals.half_gradients(names_of(optimizer.param_groups)[param], param.grad.dtype)
         flags = list(super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16).values()) or [found_inf]
         if self._losses:
             flags.append(non_finite(self._losses, flags[0].device))
@@ -368,26 +344,14 @@ class GradScaler(torch.amp.GradScaler):
         overflow, self._overflowed = any_rank(overflow, self._process_group)
         return {overflow.device: overflow}  # one flag: torch adds flags up, and fused kernels compare with 1
 
-    def _maybe_opt_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         note_step(optimizer)
-        return super()._maybe_opt_step(optimizer, *args, **kwargs)
-
-    def _skips_on_host(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Skip a step with an overflow if the optimizer's kernel cannot skip yet. Return whether it was skipped."""
-        if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            return False
-        params = (param for group in optimizer.param_groups for param in group["params"] if param.grad is not None)
-        if state_is_complete(optimizer, params, has_stepped=optimizer in self._stepped):
-            return False
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.READY:
-            self._check_inf_per_device(optimizer)
-        if state["stage"] is OptState.STEPPED or not any(map(bool, state["found_inf_per_device"].values())):
-            self._stepped.add(optimizer)
-            return False
-        state["stage"] = OptState.STEPPED
-        note_step(optimizer)
-        return True
+        if any(map(bool, optimizer_state["found_inf_per_device"].values())):
+            return None
+        self._stepped.add(optimizer)
+        return optimizer.step(*args, **kwargs)
 
     def _state(self) -> LossScaleState:
         """Return the state: torch's two tensors, and the counters that torch does not have."""
@@ -395,18 +359,19 @@ class GradScaler(torch.amp.GradScaler):
             return self._lead.scaler.state
         scale = self._init_scale if self._scale is None else self._scale
         tracker = self._init_growth_tracker if self._growth_tracker is None else self._growth_tracker
-        return self._scaler.state._replace(scale=scale, good_steps=tracker)
+        return self._own.state._replace(scale=scale, good_steps=tracker)
+
+    def _is_alone(self) -> bool:
+        return not has_peers(self._process_group)
 
     def has_scaled_gradients(self, params: set[int]) -> bool:
         """Return whether gradients of these parameters, by id, are still multiplied, as far as this is known."""
         # The scaler meets an optimizer at its first step, so nothing is known before.
-        if not self._saw_loss:
-            return False
-        scaled = (one for one in self._met if self._per_optimizer_states[id(one)]["stage"] is OptState.READY)
+        scaled = (one for one in self._met if not self._found_inf_per_device(one)) if self._saw_loss else ()
         owned = (param for one in scaled for group in one.param_groups for param in group["params"])
         return any(param.grad is not None and id(param) in params for param in owned)
 
-    def _own(self, optimizer: torch.optim.Optimizer, where: str) -> LossScaledOptimizer:
+    def _own_optimizer(self, optimizer: torch.optim.Optimizer, where: str) -> LossScaledOptimizer:
         for one in self.optimizers:
             if optimizer is one:
                 return one
@@ -421,16 +386,14 @@ class GradScaler(torch.amp.GradScaler):
 
 _STACKLEVEL = 5  # of a warning about a loss: from where it is issued to the user's call of `scale`
 _NOT_COPIED = ("_losses", "_saw_loss", "_explain", "_overflowed", "_stepped", "_met", "_process_group")
-
-ALIVE: weakref.WeakSet[GradScaler] = weakref.WeakSet()
-"""All enabled scalers of plain optimizers in this process."""
+_ALIVE: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # all enabled scalers of plain optimizers in this process
 
 
 def _report_clipping(given: list[Tensor], limit: float, *, measured: bool) -> list[Tensor]:
     """Warn once if gradients are clipped that a scaler has not unscaled; torch's scaler allows it."""
-    if not math.isinf(limit) and ALIVE and not is_recorded():
+    if not math.isinf(limit) and _ALIVE and not is_recorded():
         clipped = {id(param) for param in given}
-        if any(scaler.has_scaled_gradients(clipped) for scaler in tuple(ALIVE)):
+        if any(scaler.has_scaled_gradients(clipped) for scaler in tuple(_ALIVE)):
             warn_once(
                 "gradients are clipped while they are multiplied by the loss scale, which makes them far too small: "
                 "call scaler.unscale_(optimizer) before clipping.",
@@ -451,22 +414,20 @@ def _checked(optimizers: LossScaledOptimizer | Iterable[LossScaledOptimizer]) ->
     return wrapped
 
 
-def _check_settings(given: object) -> None:
-    if not isinstance(given, LossScale):
-        fix = "write LossScale(...), or give init_scale= and the other numbers"
-        raise refusals.not_a(LossScale, given, where="GradScaler(loss_scale=)", fix=fix)
-
-
-def _scale_of(policy: Policy | str, given: LossScale | None) -> LossScale:
-    if given is not None:
+def _given(loss_scale: object, policy: Policy | str | None) -> LossScale | None:
+    """Return the settings that a policy or a loss scale stands for; None for torch's numbers."""
+    if loss_scale is not None and policy is not None:
         raise InvalidValueError(
             "a policy and a loss scale were given",
             where="GradScaler(policy=, loss_scale=)",
-            found=f"{policy} and {given}",
+            found=f"{policy} and {loss_scale}",
             allowed="one of them: a policy has its own loss scale",
             fix="leave policy= out, or give polyamp.policy(name, loss_scale=...)",
         )
-    return make_policy(policy).loss_scale
+    if not isinstance(loss_scale, LossScale | None):
+        fix = "write LossScale(...), or give init_scale= and the other numbers"
+        raise refusals.not_a(LossScale, loss_scale, where="GradScaler(loss_scale=)", fix=fix)
+    return loss_scale if policy is None else make_policy(policy).loss_scale
 
 
 def _check_scale(scale: float | Tensor | None, enabled: bool) -> None:
@@ -486,13 +447,6 @@ def _refuse(optimizer: torch.optim.Optimizer, arguments: list[Any]) -> None:
     closure = next((argument for argument in arguments if callable(argument)), None)
     if closure is not None:
         raise refusals.closure_refused(closure)
-
-
-def _refuse_half(optimizer: torch.optim.Optimizer) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None and param.grad.dtype == torch.float16:
-                raise refusals.half_gradients(names_of(optimizer.param_groups)[param], param.grad.dtype)
 
 
 def _explain(

@@ -120,15 +120,18 @@ def test_the_errors_page_explains_every_error(name: str) -> None:
     assert f"`{name}`" in (ROOT / "docs" / "reference" / "errors.md").read_text()
 
 
-def test_the_files_that_the_architecture_page_names_exist() -> None:
+def test_the_rooms_of_the_architecture_page_are_those_of_the_adapters() -> None:
     page = (ROOT / "docs" / "explain" / "architecture.md").read_text()
     named = re.findall(r"`((?:polyamp|backends)/[\w./]+)`", page)
-    for heading, *rows in (table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)):
-        columns = [cell.strip() for cell in heading.split("|")]
-        cells = [pair for row in rows for pair in zip(columns, row.split("|"), strict=True) if pair[0] in FRAMEWORKS]
-        named += [f"backends/{framework}/{path}" for framework, cell in cells for path in re.findall(r"`(\S+)`", cell)]
-    assert len(named) > 60
     assert [path for path in named if not (ROOT / path).exists()] == []
+    _, _, rows = page.partition("| room |")
+    frameworks = [cell.strip() for cell in rows.partition("\n")[0].split("|")[1:5]]
+    rooms = re.findall(r"^\| `([\w./]+)` \|.*?\|(.*)\|(.*)\|(.*)\|(.*)\|$", rows, re.MULTILINE)
+    assert len(rooms) > 10
+    for room, *cells in rooms:
+        for framework, cell in zip(frameworks, cells, strict=True):
+            found = list((ROOT / "backends" / framework).glob(room if "." in room else f"{room.strip('/')}*"))
+            assert bool(found) == (cell.strip() == "yes"), (room, framework)
 
 
 def test_the_readme_is_at_most_120_lines_long() -> None:

@@ -179,16 +179,15 @@ SATURATING = ("sigmoid", "tanh", "erf")
 KEPT = [name for name, entry in OPERATIONS.items() if entry.op_class == "keep"]
 
 
-@pytest.mark.parametrize("name", [*RULED, "my_kernel"])
-def test_a_rule_comes_before_the_table_and_the_range(name: str) -> None:
+def test_a_rule_comes_before_the_table_and_the_range() -> None:
     some = ([WEAK], [LOW], [STRONG], [LOW, WEAK], [LOW, STRONG])
-    for op_class, compute, inputs in itertools.product(CLASSES, COMPUTE, some):
+    for name, op_class, compute, inputs in itertools.product([*RULED, "my_kernel"], CLASSES, COMPUTE, some):
         ruled = flow(name, decide([Rule(name, op_class)], name), inputs, compute)
         model = of_class(op_class, inputs, compute)
         if op_class == "inner" and name in SATURATING:  # which take strong values in 16 bits
             continue
-        assert (ruled.format, ruled.output.state) == (model.format, model.output.state), (op_class, inputs)
-        assert ruled.reason == model.reason.replace("'anything'", repr(name)), (op_class, inputs)
+        assert (ruled.format, ruled.output.state) == (model.format, model.output.state), (name, op_class, inputs)
+        assert ruled.reason == model.reason.replace("'anything'", repr(name)), (name, op_class, inputs)
 
 
 @pytest.mark.parametrize("op_class", ["lower", "neutral", "promote", "follow"])
@@ -197,16 +196,12 @@ def test_no_rule_lowers_what_the_format_cannot_hold(op_class: str) -> None:
     assert outcome.format == "float32"
 
 
-@pytest.mark.parametrize("rule", [Rule("*", "lower"), Rule("head", "full")], ids=str)
-@pytest.mark.parametrize("name", KEPT)
-def test_rules_do_not_reach_what_is_never_touched(name: str, rule: Rule) -> None:
-    decision = decide([rule, Rule(name, "lower")], name, "model/head")
-    assert decision == ("keep", TABLE)
-    assert flow(name, decision, [LOW], "float16") == Flow(AS_WRITTEN, WEAK, TABLE)
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_a_rule_that_met_only_what_is_never_touched_is_unused(name: str) -> None:
-    rules = [Rule(name, "lower"), Rule("head", "full")]
-    assert unused(rules, [(name, "model/head")]) == rules
-    assert unused(rules, [(name, "model/head"), ("add", "model/head")]) == rules[:1]
+def test_rules_do_not_reach_what_is_never_touched_and_are_unused_where_they_met_only_that() -> None:
+    for name in KEPT:
+        for rule in (Rule("*", "lower"), Rule("head", "full")):
+            decision = decide([rule, Rule(name, "lower")], name, "model/head")
+            assert decision == ("keep", TABLE), name
+            assert flow(name, decision, [LOW], "float16") == Flow(AS_WRITTEN, WEAK, TABLE), name
+        rules = [Rule(name, "lower"), Rule("head", "full")]
+        assert unused(rules, [(name, "model/head")]) == rules, name
+        assert unused(rules, [(name, "model/head"), ("add", "model/head")]) == rules[:1], name

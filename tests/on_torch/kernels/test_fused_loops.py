@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -51,6 +53,15 @@ def test_saved_training_goes_on_with_or_without(name: str, before: bool, after: 
     compare = same if before == after else close
     compare(train(resumed, range(6, 12)), train(way, range(6, 12)))
     assert resumed.opt.loss_scale == way.opt.loss_scale
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_saved_16_bit_training_goes_on(device: str) -> None:
+    way = fresh("adamw", True, device, torch.bfloat16)
+    train(way, range(6))
+    resumed = saved_and_loaded(way, fresh("adamw", True, device, torch.bfloat16))
+    same(resumed.opt.state_dict()["master_weights"], way.opt.state_dict()["master_weights"])
+    same(train(resumed, range(6, 9)), train(way, range(6, 9)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -138,6 +149,23 @@ def test_a_parameter_joins_and_another_pauses(name: str, device: str) -> None:
         (way.opt if way is fused else way.opt.inner).add_param_group({"params": [way.model[2].bias], "lr": 0.3})
         histories.append(rows + train(way, range(4, 10), overflows={6: math.inf}, loss=pausing))
     close(*histories)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("make", [lambda params: optim.LBFGS(params, lr=0.5, max_iter=4), COVERED["adamw"]])
+def test_steps_with_a_closure(make: Callable[[Any], torch.optim.Optimizer], device: str) -> None:
+    fused, unfused, _ = ways(make, lambda: network(device))
+
+    def closure(way: Way, step: int) -> Tensor:
+        way.opt.zero_grad()
+        loss = loss_of(way.model, step)
+        way.opt.backward(loss)
+        return loss
+
+    for step in range(4):
+        for way in (fused, unfused):
+            way.opt.step(lambda way=way, step=step: closure(way, step))
+        close(list(fused.model.parameters()), list(unfused.model.parameters()))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -250,7 +250,7 @@ class Finder(MetaPathFinder):
 
     def _is_the_scripts(self, name: str) -> bool:
         """Return whether the script asks for a module: an installed package finds what is installed, as always."""
-        through = self._roots | {name.partition(".")[0]}  # torch.load imports what a file names
+        through = self._roots | {"polyamp", name.partition(".")[0]}  # torch.load imports what a file names
         files = (frame.f_code.co_filename for frame in _frames())
         packages = (
             "" if is_script(file) else file.rpartition("-packages/")[2].partition("/")[0]

@@ -177,11 +177,9 @@ def merged(recordings: Iterable[Recording]) -> Recording:
 
 
 def unfit(probe: Probe, run: Callable[[], Recording], share: float) -> Sequence[Evidence]:
-    """Return the evidence against 16 bits: the findings of the first check that finds anything.
-
-    Later checks are not used, since their findings may be effects of the same fault. ``run`` records the same step in
-    the formats themselves.
-    """
+    """Return the evidence against 16 bits: the findings of the first check that finds anything."""
+    # Later checks are not used, since their findings may be effects of the same fault. ``run`` records the same step in
+    # the formats themselves.
     if probe.broken:
         return []
     return overflowing(probe) or too_narrow(probe, share) or changed(probe, run()) or list(without_a_scale(probe))

@@ -33,11 +33,7 @@ EARLY_SHARE = 0.2  # the share of alpha that the looks before the last have toge
 
 
 def alpha_at(look: int, seeds: int, alpha: float, stop_early: bool) -> float | None:
-    """Return the error rate of the look after ``look`` of ``seeds`` seeds; None if there is no look.
-
-    >>> alpha_at(2, 10, 0.05, stop_early=True), f"{alpha_at(10, 10, 0.05, stop_early=True):.4f}"
-    (None, '0.0400')
-    """
+    """Return the error rate of the look after ``look`` of ``seeds`` seeds; None if there is no look."""
     # A test that is repeated after every seed until it passes passes too often. By the inequality of Bonferroni the
     # first verdict is wrong with a chance of at most the sum of the looks' rates, which is alpha.
     early = range(FIRST_LOOK, seeds) if stop_early else range(0)

@@ -225,17 +225,7 @@ def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
 
 
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
-    """Return the same pytree with a loss-scale state that `save_loss_scale` returned, in any framework.
-
-    >>> import optax, polyamp
-    >>> opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2))
-    >>> float(load_loss_scale(opt_state, save_loss_scale(opt_state) | {"scale": 8.0}).loss_scale)
-    8.0
-
-    Raises:
-        StateError: the state is of another kind, lacks fields, or is outside the settings of the wrapped optimizer.
-        UsageError: ``holder`` holds no state of a wrapped optimizer, or more than one.
-    """
+    """Return the same pytree with a loss-scale state that `save_loss_scale` returned, in any framework."""
     old = find_state(holder)
     values = old.settings.from_state_dict(saved)
     names = old._fields[: len(values)]

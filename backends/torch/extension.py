@@ -141,8 +141,8 @@ def path_of(name: str) -> Path:
     """Return the path of a library in ``POLYAMP_CACHE``, ``TORCH_EXTENSIONS_DIR`` or ``~/.cache/polyamp``."""
     made = hashlib.sha256(repr((LIBRARIES[name], NVCC_FLAGS, CXX_FLAGS, _gpus(), platform.machine())).encode())
     made.update(str(torch.__version__).encode())
-    for source in sorted(CSRC.iterdir()):
-        made.update(f"\0{source.name}\0".encode() + (source.read_bytes() if source.is_file() else b""))
+    for source in sorted(CSRC.glob("*.[ch]*")):  # not check.py, nor the bytecode that Python leaves beside it
+        made.update(f"\0{source.name}\0".encode() + source.read_bytes())
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache = os.environ.get("POLYAMP_CACHE") or os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(home, "polyamp")
     return Path(cache).absolute() / f"{name}-{made.hexdigest()[:20]}" / f"polyamp_{name}.so"

@@ -197,6 +197,16 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, set_to: dict[str, s
     assert str(extension.path_of("operators").parent.parent) == folder
 
 
+def test_only_sources_tell_builds_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = Path(shutil.copytree(extension.CSRC, tmp_path / "csrc", ignore=shutil.ignore_patterns("__pycache__")))
+    monkeypatch.setattr(extension, "CSRC", sources)
+    before = extension.path_of("operators")
+    (sources / "__pycache__").mkdir()  # whoever imports check.py leaves it
+    assert extension.path_of("operators") == before
+    (sources / "abi.h").write_text("// changed")
+    assert extension.path_of("operators") != before
+
+
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("POLYAMP_CACHE", str(tmp_path / "file"))

@@ -213,7 +213,7 @@ if __name__ == "__main__":
     words = [word for word in sys.argv[1:] if word != "--small"]
     chosen = words or list(QUESTIONS)
     result = "_".join(["step_overhead", *words, *(["small"] if SMALL else [])])
-    versions = {name: polyamp.registry.adapter_named(name).describe()["version"] for name in chosen}
+    versions = {name: polyamp.adapters.adapter_named(name).describe()["version"] for name in chosen}
     answers: list[Timing] = []
     for name in chosen:
         for count in COUNTS[:1] if SMALL else COUNTS:

@@ -7,12 +7,11 @@ and warnings are in `polyamp.errors`, all formats in `polyamp.formats`.
 from typing import TYPE_CHECKING, Any
 
 from polyamp.errors import PolyampError, PolyampWarning
-from polyamp.loss_scale import LossScale, LossScaleState, advance
 from polyamp.plan import Plan
 from polyamp.policies import Policy, current_policy, policy, set_global_policy
 from polyamp.regions import autocast
-from polyamp.result import StepResult
 from polyamp.rewriting import explain, rewrite
+from polyamp.scale import LossScale, LossScaleState, StepResult, advance
 from polyamp.verbs import (
     convert,
     load_loss_scale,
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from polyamp.diagnosis.lint import lint
     from polyamp.diagnosis.probe import probe
     from polyamp.diagnosis.watch import watch
-    from polyamp.equivalence.parity import parity
+    from polyamp.equivalence import parity
 
 __version__ = "0.1.0"
 
@@ -70,7 +69,7 @@ _ON_FIRST_USE = {
     "diagnose": "diagnosis.diagnose",
     "probe": "diagnosis.probe",
     "watch": "diagnosis.watch",
-    "parity": "equivalence.parity",
+    "parity": "equivalence",
 }
 """The module that defines each name. These modules are loaded on first use, since training does not need them."""
 

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import polyamp
-from polyamp import registry
+from polyamp import adapters
 from polyamp.commands import diagnosis
 from polyamp.commands import run as running
 from polyamp.commands.parity import parity
@@ -55,19 +55,19 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
 
 def examine() -> dict[str, Any]:
     """Load every adapter and ask it to describe itself; for a missing framework, report how to install it."""
-    names = registry.names()
+    names = adapters.names()
     return {
         "polyamp": polyamp.__version__,
         "python": platform.python_version(),
         "system": f"{platform.platform()}, {os.cpu_count()} cores",
-        "problem": None if names else f"{registry.UNREGISTERED}. To do: {registry.INSTALL}",
+        "problem": None if names else f"{adapters.UNREGISTERED}. To do: {adapters.INSTALL}",
         "frameworks": {name: _examine(name) for name in names},
     }
 
 
 def _examine(name: str) -> dict[str, Any]:
     try:
-        return {"installed": True, **registry.adapter_named(name).describe()}
+        return {"installed": True, **adapters.adapter_named(name).describe()}
     except MissingFrameworkError as error:
         return {"installed": False, "why": str(error)}
 
@@ -107,8 +107,8 @@ def demo(
     examples, absent = digits.examples(framework)
     for reason in absent:
         console.print(reason, style="yellow", highlight=False, markup=False)
-    if not registry.names():
-        raise registry.unregistered(where="polyamp demo")
+    if not adapters.names():
+        raise adapters.unregistered(where="polyamp demo")
     if not examples:
         raise MissingFrameworkError("no framework to train in", where="polyamp demo", fix='pip install "polyamp[all]"')
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

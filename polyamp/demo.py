@@ -14,13 +14,11 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from polyamp import registry
-from polyamp.errors import MissingFrameworkError
-from polyamp.loss_scale import LossScale
+from polyamp import adapters
+from polyamp.adapters import Adapter
+from polyamp.errors import MissingFrameworkError, missing
 from polyamp.policies import policy
-from polyamp.refusals import missing
-from polyamp.registry import Registered
-from polyamp.result import StepResult
+from polyamp.scale import LossScale, StepResult
 
 # The scale grows every 40 steps instead of 2 000, so that a short run shows growth, an overflow and a skipped step.
 POLICIES = {
@@ -48,13 +46,13 @@ class Run:
     first_step_seconds: float  # until the first step was done: it loads the data, traces and compiles
 
 
-def examples(names: Iterable[str] | None = None) -> tuple[dict[Registered, Any], list[str]]:
+def examples(names: Iterable[str] | None = None) -> tuple[dict[Adapter, Any], list[str]]:
     """Return each installed adapter's example, and an install hint for each framework that is not installed."""
-    found: dict[Registered, Any] = {}
+    found: dict[Adapter, Any] = {}
     absent = []
-    for name in registry.names() if names is None else names:
+    for name in adapters.names() if names is None else names:
         try:
-            adapter = registry.adapter_named(name)
+            adapter = adapters.adapter_named(name)
             found[adapter] = import_module(f"polyamp.examples.{name}_digits")
         except MissingFrameworkError as error:
             absent.append(str(error))
@@ -68,7 +66,7 @@ def examples(names: Iterable[str] | None = None) -> tuple[dict[Registered, Any],
 
 
 def runs(
-    chosen: Mapping[Registered, Any], steps: int, announce: Callable[[str], None], on_step: Callable[[], None]
+    chosen: Mapping[Adapter, Any], steps: int, announce: Callable[[str], None], on_step: Callable[[], None]
 ) -> Iterator[Run]:
     """Train under every policy in every framework, float32 first. Yield each run when it ends."""
     for adapter, example in chosen.items():
@@ -135,7 +133,7 @@ def table(done: Iterable[Run]) -> Table:
     return shown
 
 
-def report(adapters: Iterable[Registered], done: list[Run]) -> dict[str, Any]:
+def report(adapters: Iterable[Adapter], done: list[Run]) -> dict[str, Any]:
     """Return all runs as JSON values, with the machine and the frameworks they ran on."""
     machine = {
         "processor": platform.processor() or platform.machine(),

@@ -1,10 +1,14 @@
-"""All errors and warnings of polyamp: what happened, where, found versus allowed, and what to do."""
+"""All errors and warnings of polyamp, the checks of arguments, and the errors that several adapters raise."""
 
 from __future__ import annotations
 
+import inspect
+import math
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any, TypeGuard
 
 
 class PolyampError(Exception):
@@ -126,3 +130,350 @@ def unreported() -> Iterator[None]:
             yield
     finally:
         _shown.intersection_update(before)
+
+
+# --- checks of arguments ----------------------------------------------------------------------------------------------
+
+
+def shown(value: object, longest: int = 200) -> str:
+    """Describe a wrong value in an error: the value, cut where it is long, and its type."""
+    return f"{repr(value)[:longest]} ({type(value).__name__})"
+
+
+def kind_of(value: object) -> str:
+    """Return the full name of a value's class, for a value that is long to print."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def brief(value: object) -> str:
+    """Return a value's text for an error; for an array, its type alone."""
+    text = repr(value)
+    return text if len(text) < 80 and "\n" not in text else f"a {kind_of(value)}"
+
+
+def wrong_type(
+    found: object, *, where: str, allowed: str, fix: str, what: str = "argument of the wrong type"
+) -> InvalidTypeError:
+    """Return the error for an argument of the wrong type."""
+    return InvalidTypeError(what, where=where, found=shown(found), allowed=allowed, fix=fix)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a Python int or float. A bool is not a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Return whether a value is a Python int. A bool is not an integer."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def as_number(value: Any) -> float:
+    """Return a number, or a scalar array of any framework, as a float."""
+    if isinstance(value, str | bool):
+        raise TypeError(f"{kind_of(value)} is not a number")
+    return float(value.item() if hasattr(value, "item") else value)  # float() of a tensor that has a gradient warns
+
+
+def check_count(name: str, value: object, *, where: str) -> int:
+    """Return a value that counts something, such as steps."""
+    allowed, fix = "an integer of at least 1", f"give {name} a whole number"
+    if not is_integer(value):
+        raise wrong_type(value, where=where, allowed=allowed, fix=fix, what=f"{name} must be an integer")
+    if value < 1:
+        raise InvalidValueError(f"invalid {name}", where=where, found=value, allowed=allowed, fix=fix)
+    return value
+
+
+def check_range(name: str, value: object, least: float, most: float, *, where: str) -> None:
+    """Refuse a value that is not a number within its limits."""
+    if not (is_number(value) and math.isfinite(value) and least <= value <= most):
+        raise InvalidValueError(
+            f"invalid {name}",
+            where=where,
+            found=shown(value),
+            allowed=f"a number from {least:g} to {most:g}",
+            fix=f"give {name} a value in that range",
+        )
+
+
+def check_arguments(
+    verb: str,
+    checks: Iterable[tuple[str, object, object, str]],
+    error: type[InvalidTypeError | InvalidValueError] = InvalidValueError,
+) -> None:
+    """Refuse the first argument of a verb that does not fit."""
+    for name, value, fits, allowed in checks:
+        if not fits:
+            found, fix = shown(value), f"see help(polyamp.{verb})"
+            raise error(f"invalid {name}", where=f"{verb}({name}=)", found=found, allowed=allowed, fix=fix)
+
+
+def norm_limit(value: object, *, where: str = "wrap_optimizer(max_grad_norm=)") -> float | None:
+    """Return a limit for the global norm of gradients; None for no limit."""
+    if value is None:
+        return None
+    if not (is_number(value) and 0 < value <= sys.float_info.max):
+        raise InvalidValueError(
+            "invalid gradient-norm limit",
+            where=where,
+            found=shown(value),
+            allowed="a finite number greater than 0, or None",
+            fix="give the largest global L2 norm that gradients may have",
+        )
+    return float(value)
+
+
+def check_compute(compute: str, *, framework: str, where: str, instead: Mapping[str, str]) -> None:
+    """Refuse a compute format that a framework's operations cannot be cast to."""
+    castable = ("float16", "bfloat16", "float32")
+    if compute not in castable:
+        raise UnsupportedError(
+            f"{framework}'s operations cannot be cast to this format",
+            where=where,
+            found=compute,
+            allowed=", ".join(castable),
+            fix=instead.get(compute, "choose one of these formats"),
+        )
+
+
+def check_callable(value: object, *, where: str, allowed: str, fix: str) -> None:
+    """Refuse a value that cannot be called."""
+    if not callable(value):
+        raise wrong_type(value, where=where, allowed=allowed, fix=fix, what="this cannot be called")
+
+
+def did_you_mean(found: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return the known name nearest to a wrong one, as a sentence; empty if none is near."""
+    from difflib import get_close_matches  # only an error needs it
+
+    by_lower = {name.lower(): name for name in known}
+    nearest = get_close_matches(found.lower(), by_lower, n=1, cutoff=cutoff)
+    return f"did you mean {by_lower[nearest[0]]}? " if nearest else ""
+
+
+def check_options(
+    method: Callable[..., Any], given: Mapping[str, Any], *, where: str, elsewhere: Mapping[str, str] | None = None
+) -> None:
+    """Refuse options that an adapter's method does not have as keyword-only parameters."""
+    parameters = inspect.signature(method).parameters.values()
+    known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+    unknown = [name for name in given if name not in known]
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return
+    if unknown:
+        rest = "leave it out; docs/frameworks.md lists what each framework has"
+        raise unknown_options(unknown, known, where=where, fix=rest, elsewhere=elsewhere)
+
+
+def unknown_options(
+    unknown: Sequence[str],
+    known: Sequence[str],
+    *,
+    where: str,
+    fix: str = "leave it out",
+    elsewhere: Mapping[str, str] | None = None,
+) -> UnsupportedError:
+    """Return the error for options that do not exist, with the one that was meant, or a sentence from ``elsewhere``."""
+    meant = (elsewhere or {}).get(unknown[0], unknown[0])
+    if " " in meant:
+        hint, fix = "", meant
+    else:
+        hint = did_you_mean(meant, known)
+    return UnsupportedError(
+        "an option that does not exist here",
+        where=where,
+        found=", ".join(unknown),
+        allowed=", ".join(known) or "no options",
+        fix=f"{hint}{'else ' if hint else ''}{fix}",
+    )
+
+
+def check_choice(value: object, choices: Iterable[object], *, where: str, fix: str) -> None:
+    """Refuse a value that is not one of the choices. True is not 1."""
+    known = list(choices)
+    if not any(type(value) is type(choice) and value == choice for choice in known):
+        raise InvalidValueError(
+            "not one of the choices", where=where, found=repr(value), allowed=", ".join(map(repr, known)), fix=fix
+        )
+
+
+def check_master_weights(value: object) -> None:
+    """Refuse a value that is not True, False or None."""
+    fix = "give True for float32 masters of 16-bit parameters, False for none, or leave it out"
+    check_choice(value, (None, True, False), where="wrap_optimizer(master_weights=)", fix=fix)
+
+
+# --- errors that several adapters raise -------------------------------------------------------------------------------
+
+NONFINITE_LOSS = "the loss was not finite before scaling: a smaller scale cannot help"
+"""The reason for a step that was skipped because its loss was inf or NaN; used by `StepResult.reason`."""
+
+
+def missing(package: str, *, extra: str) -> MissingFrameworkError:
+    """Return the error for a package that is not installed, with the extra that installs it."""
+    return MissingFrameworkError(
+        f"{package} is not installed",
+        where=f"polyamp's {extra} support",
+        found=f"no module named {package!r}",
+        allowed=None,
+        fix=f'pip install "polyamp[{extra}]"',
+    )
+
+
+def missing_trainer(error: ModuleNotFoundError, *, where: str) -> MissingFrameworkError:
+    """Return the error for a plugin whose trainer is not installed."""
+    package = str(error.name).partition(".")[0]
+    return MissingFrameworkError(
+        f"{package} is not installed",
+        where=where,
+        found=f"no module named {error.name!r}",
+        fix=f"pip install {package}",
+    )
+
+
+def non_finite_loss(
+    found: object, *, where: str = "scaling the loss", compute: str | None = None
+) -> NonFiniteLossError:
+    """Return the error for a loss that was inf or NaN before scaling."""
+    return NonFiniteLossError(
+        NONFINITE_LOSS,
+        where=where,
+        found=found,
+        allowed="a finite loss",
+        fix=f"{look_for_nonfinite(compute)}; parameters and optimizer state were not changed",
+    )
+
+
+def look_for_nonfinite(compute: str | None) -> str:
+    """Describe where a non-finite loss may come from: float16 overflow, or a cause that float32 has too."""
+    elsewhere = "look for inf or NaN in the data and the parameters"
+    if compute == "float16":
+        return (
+            f"float16 may have overflowed in the forward pass: polyamp.diagnose names the operation; else {elsewhere}"
+        )
+    if compute is None:
+        return f"{elsewhere}; under float16 the forward pass may have overflowed: polyamp.diagnose names the operation"
+    return f"{compute} has the range of float32, so {elsewhere}" if compute == "bfloat16" else elsewhere
+
+
+def unscaled_loss(*, where: str, fix: str) -> UsageError:
+    """Return the error for a step that would unscale the gradients of a loss that was never scaled."""
+    return UsageError(
+        "the loss of this step was not scaled",
+        where=where,
+        found="gradients of a loss that was not multiplied by the loss scale",
+        allowed="gradients of a scaled loss: the step divides them by the loss scale",
+        fix=fix,
+    )
+
+
+def clipped_scaled(*, where: str, fix: str) -> UsageError:
+    """Return the error for gradients that were clipped between the backward pass and unscaling."""
+    return UsageError(
+        "gradients were clipped while they were scaled",
+        where=where,
+        found="gradients that were changed between the backward pass and unscaling",
+        allowed="clipping of unscaled gradients",
+        fix=fix,
+    )
+
+
+def no_loss(found: object, *, allowed: str) -> InvalidTypeError:
+    """Return the error for scaling an object that is not a floating-point tensor."""
+    return InvalidTypeError(
+        "the loss must be a floating-point tensor",
+        where="scaling the loss",
+        found=found,
+        allowed=allowed,
+        fix="give the loss itself, for example the mean of the model's errors",
+    )
+
+
+def no_optimizer(found: object, *, allowed: str) -> InvalidTypeError:
+    """Return the error for wrapping an object that is not an optimizer of the framework."""
+    return InvalidTypeError(
+        "not an optimizer of this framework",
+        where="wrap_optimizer(optimizer)",
+        found=kind_of(found),
+        allowed=allowed,
+        fix="give the optimizer itself, not its class, its state or a function that makes it",
+    )
+
+
+def wrapped_already(found: object, *, fix: str = "use it as it is, or wrap the plain optimizer") -> UsageError:
+    """Return the error for wrapping an object that already scales the loss."""
+    return UsageError(
+        "the optimizer is wrapped already",
+        where="wrap_optimizer(optimizer)",
+        found=found,
+        allowed="one loss scale",
+        fix=fix,
+    )
+
+
+def no_loss_scale(found: object, *, where: str, allowed: str) -> InvalidTypeError:
+    """Return the error for an object without a loss scale where one is needed."""
+    return InvalidTypeError(
+        "this object holds no loss scale",
+        where=where,
+        found=kind_of(found),
+        allowed=allowed,
+        fix="wrap the optimizer, and pass the wrapped optimizer",
+    )
+
+
+def no_method(owner: object, name: str, instead: Mapping[str, str]) -> AttributeError:
+    """Return the error for an attribute that does not exist, which names the call to make for another framework's."""
+    kind = type(owner).__name__
+    if name not in instead:
+        return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)
+    return UnsupportedMethodError(
+        "this framework's wrapped optimizer has no such method",
+        where=f"{kind}.{name}",
+        found="a method of polyamp's optimizers in PyTorch",
+        fix=instead[name],
+    )
+
+
+def not_traced(*, where: str) -> UsageError:
+    """Return the error for asking for a plan before there is a graph."""
+    return UsageError(
+        "the function was not traced yet",
+        where=where,
+        allowed="a function that was called, or rewritten with example arguments",
+        fix="call it once, or give example arguments: rewrite(fn, *args)",
+    )
+
+
+def outside_replicas(strategy: object) -> UsageError:
+    """Return the error for a step in the scope of a ``tf.distribute`` strategy, but outside its replicas."""
+    return UsageError(
+        "the step must run inside the strategy's replicas",
+        where=f"the scope of a {type(strategy).__name__}",
+        allowed="a function that every replica runs",
+        fix="put the gradients and the step into one function, and call strategy.run(function)",
+    )
+
+
+_WITHOUT_COMMON_STEP = {
+    "ParameterServerStrategy": "its workers step at different times, so the loss scale may change between the loss of "
+    "one and its step",
+    "CentralStorageStrategy": "its replicas share one copy of the variables, and cannot decide about a step",
+    "TPUStrategy": "a loss scale was never tested on TPUs, which compute in bfloat16",
+}
+
+
+def without_common_step(strategy: object) -> UnsupportedError | None:
+    """Return the error for a ``tf.distribute`` strategy whose replicas cannot share a scaled step; None for others."""
+    names = [kind.__name__ for kind in type(strategy).__mro__]
+    for unsupported, reason in _WITHOUT_COMMON_STEP.items():
+        if any(name.startswith(unsupported) for name in names):  # their versions have names that end with V1 and V2
+            return UnsupportedError(
+                f"loss scaling does not work under a {unsupported}: {reason}",
+                where="a step in the strategy's replicas",
+                found=names[0],
+                allowed="MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy",
+                fix="use one of these, or a policy without a loss scale, such as mixed_bfloat16",
+            )
+    return None

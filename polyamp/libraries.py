@@ -17,9 +17,8 @@ import re
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
-from polyamp.errors import InvalidValueError, StateError, warn_once
+from polyamp.errors import InvalidValueError, StateError, did_you_mean, shown, warn_once
 from polyamp.formats import in_single
-from polyamp.validation import did_you_mean, shown
 
 KIND = "polyamp.loss_scale"
 LARGEST_COUNT = 2**31 - 1

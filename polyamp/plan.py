@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from polyamp.errors import InvalidTypeError
+from polyamp.errors import InvalidTypeError, shown, warn_once
+from polyamp.flow import Decision, Flow, Rule, Value, constant, decide, flow, unused
+from polyamp.policies import Policy
 from polyamp.report import Report, aligned, in_bytes, plural
-from polyamp.validation import shown
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -282,3 +283,104 @@ def _shown(key: str, value: int | None) -> str:
 
 def _counted(formats: dict[str, int]) -> str:
     return ", ".join(f"{number} {name}" for name, number in formats.items()) or "none"
+
+
+# --- the decisions that a plan lists ----------------------------------------------------------------------------------
+
+
+class Decider:
+    """A policy, and its decisions about one graph and the functions that the graph calls."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.compute = policy.compute
+        self.decisions: dict[tuple[str, str], Decision] = {}
+        self.lowered = False
+        self.not_lowered: dict[str, str] = {}
+        self.refused: dict[str, str] = {}
+        self._flows: dict[Any, Flow] = {}
+        self._constants: dict[tuple[float, ...], Value] = {}
+
+    def decide(self, operation: str, path: str = "") -> Decision:
+        """Return the class of an operation at a path. A policy without rules does not look at the path."""
+        key = (operation, path if self.policy.rules else "")
+        if key not in self.decisions:
+            self.decisions[key] = decide(self.policy.rules, *key)
+        return self.decisions[key]
+
+    def flow(self, operation: str, decision: Decision, inputs: Sequence[Value], *, gradient: bool = False) -> Flow:
+        """Apply `polyamp.flow.flow` in the policy's compute format."""
+        key = (operation, decision, tuple(inputs), gradient)
+        if key not in self._flows:
+            self._flows[key] = flow(operation, decision, key[2], self.compute, gradient=gradient)
+        return self._flows[key]
+
+    def constant(self, *magnitudes: float) -> Value:
+        """Return the facts about a constant in the policy's compute format; see `polyamp.flow.constant`."""
+        if magnitudes not in self._constants:
+            self._constants[magnitudes] = constant(magnitudes, self.compute)
+        return self._constants[magnitudes]
+
+    def refuse(self, missing: str, decision: Decision) -> None:
+        """Record that no kernel can follow a decision. A decision that did not come from a rule is not recorded."""
+        if decision.is_by_rule:
+            self.refused[missing] = decision.reason
+
+    @property
+    def unused(self) -> list[Rule]:
+        """The policy's own rules that have matched nothing so far."""
+        return unused_in([self])
+
+    def sibling(self) -> Decider:
+        """Return a decider for the same policy that shares the stored answers but keeps a separate record."""
+        # Use it for a function that is decided once and called from several graphs. Each graph then adds the function's
+        # record to its own record with `take_over`.
+        other = Decider(self.policy)
+        other._flows, other._constants = self._flows, self._constants
+        return other
+
+    def take_over(self, other: Decider) -> None:
+        """Add the record of another decider. A reason that both have keeps the place in this one."""
+        self.decisions.update(other.decisions)
+        self.lowered = self.lowered or other.lowered
+        self.not_lowered = other.not_lowered | self.not_lowered
+        self.refused.update(other.refused)
+
+
+def unused_in(parts: Sequence[Decider]) -> list[Rule]:
+    """Return the policy's own rules that matched nothing in any part of a program."""
+    return unused(parts[0].policy.own_rules, _asked(parts))
+
+
+def _asked(parts: Iterable[Decider]) -> dict[tuple[str, str], Decision]:
+    return {key: decision for part in parts for key, decision in part.decisions.items()}
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+NO_PRODUCTS = "it has no float32 operation of class lower, such as matmul and conv"
+"""The usual reason why nothing was lowered."""
+
+
+def report_unused(rules: Iterable[Rule], *, where: str, paths: str, of: object = "", stacklevel: int = 2) -> None:
+    """Warn of each rule that matched nothing."""
+    for rule in rules:
+        warn_once(
+            f"the rule {rule.pattern!r}{of and f' of {of}'} matched nothing in {where}: it names neither an operation "
+            f"(see docs/operations.md) nor {paths} there. polyamp.explain lists what there is.",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def report_nothing_lowered(
+    verb: str, compute: str, *, where: str, why: str = NO_PRODUCTS, remedy: str = "", stacklevel: int = 2
+) -> None:
+    """Warn that a program runs as it did before."""
+    remedy = remedy or "polyamp.explain shows the reason for each operation."
+    warn_once(f"{verb} to {compute} changed nothing in {where}: {why}. {remedy}", stacklevel=stacklevel + 1)
+
+
+def report_refused(refused: Mapping[str, str], *, where: str, of: object, stacklevel: int = 2) -> None:
+    """Warn of each rule that no kernel can follow."""
+    for missing, rule in refused.items():
+        warn_once(f"{rule} of {of} has no effect in {where}: {missing}.", stacklevel=stacklevel + 1)

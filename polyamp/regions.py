@@ -16,16 +16,12 @@ from contextlib import AbstractContextManager, ExitStack
 from contextvars import ContextVar
 from typing import Any, TypeVar, overload
 
-from polyamp import registry
-from polyamp.adapter import FullAdapter
-from polyamp.dispatch import having, offers
-from polyamp.errors import InvalidTypeError, UnsupportedError
+from polyamp import adapters
+from polyamp.adapters import Adapter, FullAdapter, having, offers
+from polyamp.errors import InvalidTypeError, UnsupportedError, brief
 from polyamp.formats import name_of_dtype
-from polyamp.policies import Policy
+from polyamp.policies import Policy, chosen_policy
 from polyamp.policies import policy as make_policy
-from polyamp.registry import Registered
-from polyamp.reports import chosen_policy
-from polyamp.validation import brief
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
@@ -135,7 +131,7 @@ class Autocast:
         # Such a compiler cannot follow context variables, so it gets the framework's own context instead.
         if self._policy is None:
             return None
-        for adapter in registry.in_use():
+        for adapter in adapters.in_use():
             if offers(adapter, "traced_context") and (context := adapter.traced_context(self._policy)):
                 return context
         return None
@@ -164,7 +160,7 @@ def autocast_function(
     """Return a function that runs ``fn`` in a region, with the options that its framework's adapter has."""
     # The framework is that of the function's own type, or else of its arguments at each call. With plain values only,
     # the regions of every loaded framework are entered.
-    named = registry.adapter_of(fn) if backend is None else registry.adapter_named(backend)
+    named = adapters.adapter_of(fn) if backend is None else adapters.adapter_named(backend)
     options = options or {}
 
     @functools.wraps(fn)
@@ -173,7 +169,7 @@ def autocast_function(
         if traced is not None:
             with traced:
                 return fn(*args, **kwargs)
-        adapter = named or _autocasting(registry.adapters_within(args, kwargs))
+        adapter = named or _autocasting(adapters.adapters_within(args, kwargs))
         if adapter is not None and (options or offers(adapter, "autocast_function")):
             transform = having(adapter, "autocast_function", options).autocast_function
             return transform(fn, policy, **options)(*args, **kwargs)
@@ -183,7 +179,7 @@ def autocast_function(
     return autocasted
 
 
-def _autocasting(adapters: list[Registered]) -> Registered | None:
+def _autocasting(adapters: list[Adapter]) -> Adapter | None:
     """Return the first adapter with autocast of either kind; else the first adapter, for its error message."""
     kinds = ("autocast_function", "autocast_context")
     able = [one for one in adapters if any(offers(one, kind) for kind in kinds)]
@@ -192,12 +188,12 @@ def _autocasting(adapters: list[Registered]) -> Registered | None:
 
 def _ambient(backend: str | None) -> list[FullAdapter]:
     """Return the adapters whose autocast is entered: the named one, or else every loaded one that has it."""
-    loaded = registry.loaded() if backend is None else [registry.adapter_named(backend)]
+    loaded = adapters.loaded() if backend is None else [adapters.adapter_named(backend)]
     ambient = [adapter for adapter in loaded if offers(adapter, "autocast_context")]
     if ambient:
         return ambient
-    if not registry.entries():
-        raise registry.unregistered(where="autocast(policy)")
+    if not adapters.entries():
+        raise adapters.unregistered(where="autocast(policy)")
     if not loaded:
         return []
     raise UnsupportedError(

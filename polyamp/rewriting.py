@@ -7,15 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
-from polyamp import registry
-from polyamp.dispatch import having, offering, offers
+from polyamp import adapters
+from polyamp.adapters import Adapter, having, offering, offers
+from polyamp.errors import check_callable, not_traced
 from polyamp.plan import Plan
-from polyamp.policies import Policy
+from polyamp.policies import Policy, chosen_policy
 from polyamp.policies import policy as make_policy
-from polyamp.refusals import not_traced
-from polyamp.registry import Registered
-from polyamp.reports import chosen_policy
-from polyamp.validation import check_callable
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.graphs.rewrite import Rewritten as RewrittenModule
@@ -121,12 +118,12 @@ def rewrite(
     options = {name: value for name, value in options.items() if value is not None}
     if fn is None and not (args or kwargs):
         return functools.partial(rewrite, policy=chosen, backend=backend, **options)
-    own = registry.adapter_of(fn)
+    own = adapters.adapter_of(fn)
     _check_rewritable(fn, own, where="rewrite(fn)")
     if args or kwargs or backend is not None or own is not None:
         adapter = offering("rewrite", backend, (fn, args, kwargs), options, where="rewrite(fn, *args)")
         return adapter.rewrite(fn, args, kwargs, chosen_policy(chosen, "rewrite(fn)"), **options)
-    named = registry.adapter_named_in("rewrite", fn)
+    named = adapters.adapter_named_in("rewrite", fn)
     if named and getattr(named, "rewrites_unseen", False):  # rewrite now, so that a SavedModel finds the function
         return having(named, "rewrite", options).rewrite(fn, (), {}, chosen_policy(chosen, "rewrite(fn)"), **options)
     return RewrittenAtFirstCall(fn, chosen, options)
@@ -162,13 +159,13 @@ def explain(
         InvalidTypeError: ``fn`` is neither callable nor a graph, or no adapter knows the arguments.
         UnsupportedError: the framework's adapter has no explain, or does not have this engine.
     """
-    _check_rewritable(fn, registry.adapter_of(fn), where="explain(fn)")
+    _check_rewritable(fn, adapters.adapter_of(fn), where="explain(fn)")
     options = {} if engine in (None, "rewrite") else {"engine": engine}
     adapter = offering("explain", backend, (fn, args, kwargs), options, where="explain(fn, *args)")
     return adapter.explain(fn, args, kwargs, make_policy(policy), **options)
 
 
-def _check_rewritable(fn: object, adapter: Registered | None, *, where: str) -> None:
+def _check_rewritable(fn: object, adapter: Adapter | None, *, where: str) -> None:
     if not offers(adapter, "rewrite"):
         allowed = "a function, a model or a framework's graph"
         check_callable(fn, where=where, allowed=allowed, fix="pass the function itself, then its arguments")
@@ -190,7 +187,7 @@ class RewrittenAtFirstCall:
             self._rewrite(adapter, args, kwargs)
         return self._rewritten(*args, **kwargs)
 
-    def _rewrite(self, adapter: Registered, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _rewrite(self, adapter: Adapter, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         rewrite = having(adapter, "rewrite", self._options).rewrite
         chosen = chosen_policy(self._policy, "rewrite(fn)", stacklevel=4)
         self._rewritten = rewrite(self._fn, args, kwargs, chosen, **self._options)
@@ -198,9 +195,9 @@ class RewrittenAtFirstCall:
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        adapter = registry.adapter_of(instance)  # the object whose method this is
+        adapter = adapters.adapter_of(instance)  # the object whose method this is
         runs_on = getattr(adapter, "runs_on", None)
-        adapter = registry.adapter_named(runs_on) if runs_on else adapter
+        adapter = adapters.adapter_named(runs_on) if runs_on else adapter
         if adapter is None or not getattr(adapter, "rewrites_unseen", False):
             return MethodType(self, instance)
         if self._rewritten is None:
@@ -214,7 +211,7 @@ class RewrittenAtFirstCall:
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and self._rewritten is None:
-            adapter = registry.adapter_named_in("rewrite", self._fn)
+            adapter = adapters.adapter_named_in("rewrite", self._fn)
             if adapter is not None:
                 self._rewrite(adapter, (), {})
         if name.startswith("_") or self._rewritten is None:

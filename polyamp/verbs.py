@@ -7,12 +7,11 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from polyamp.dispatch import adapter_for, having, offers
-from polyamp.errors import InvalidTypeError
-from polyamp.loss_scale import LossScale
+from polyamp.adapters import adapter_for, having, offers
+from polyamp.errors import InvalidTypeError, brief, check_options, norm_limit
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.validation import brief, check_options, norm_limit
+from polyamp.scale import LossScale
 
 if TYPE_CHECKING:
     import optax

@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from polyamp import registry
+from polyamp import adapters
 from polyamp.errors import PolyampError, forget_warnings
 
 NEEDS = {
@@ -89,14 +89,14 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("XLA_FLAGS", _quick_xla())
     for name in _frameworks(config):
         try:
-            registry.adapter_named(name)
+            adapters.adapter_named(name)
         except PolyampError as error:
             raise pytest.UsageError(f"the suite needs {name}, which does not load: {error}") from error
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    adapters = map(registry.adapter_named, _frameworks(config))
-    return [f"{adapter.name}: {adapter.describe()['version']}" for adapter in adapters]
+    loaded = map(adapters.adapter_named, _frameworks(config))
+    return [f"{adapter.name}: {adapter.describe()['version']}" for adapter in loaded]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -12,7 +12,7 @@
 (1.0, {'w': Array([0.75, 0.75], dtype=float32)})
 """
 
-from polyamp.refusals import missing
+from polyamp.errors import missing
 
 try:
     import jax  # noqa: F401

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from polyamp.adapter import AdapterTable
+from polyamp.adapters import AdapterTable
 from polyamp.backends.jax.casting import cast
 from polyamp.backends.jax.devices import describe
 from polyamp.backends.jax.graphs.rewrite import autocast, planned, rewritten_for

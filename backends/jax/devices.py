@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from polyamp.devices import fast_on_gpu, report_slow_format
-from polyamp.validation import check_compute
+from polyamp.errors import check_compute
+from polyamp.formats import fast_on_gpu, report_slow_format
 
 
 def describe() -> dict[str, Any]:
@@ -39,7 +39,7 @@ def described(device: jax.Device) -> dict[str, Any]:
 
 
 def fast_formats(platform: str, capability: str | None, name: str = "") -> list[str]:
-    """Return the formats that have matrix units (source: `polyamp.devices`; for TPUs, TPU system architecture)."""
+    """Return the formats that have matrix units (source: `polyamp.formats`; for TPUs, TPU system architecture)."""
     if platform == "tpu":
         return ["bfloat16"]
     return fast_on_gpu(name, capability) if platform == "gpu" else []

@@ -29,7 +29,7 @@ _LOW = ("float16", "bfloat16")
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Return the facts about a function; see `polyamp.adapter.CollectFacts`."""
+    """Return the facts about a function; see `polyamp.adapters.CollectFacts`."""
     holder = (_state_of(optimizer, args), args, dict(kwargs))
     plan, equations, scaling = _traced(target, args, dict(kwargs), policy)
     return Facts(

@@ -9,7 +9,7 @@ makes ``compile`` guard the statistics of every model that is compiled from then
 (True, 65536.0)
 """
 
-from polyamp.refusals import missing
+from polyamp.errors import missing
 
 try:
     import keras  # noqa: F401

@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from polyamp.adapter import AdapterTable
+from polyamp.adapters import AdapterTable
 from polyamp.backends.keras.backend import describe
 from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert

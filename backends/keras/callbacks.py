@@ -12,7 +12,7 @@ from polyamp.backends.keras.unstable import update_variables
 from polyamp.diagnosis.diagnose import diagnose
 from polyamp.diagnosis.health import Health, check_probe, health
 from polyamp.diagnosis.watch import Explainer
-from polyamp.validation import check_count, wrong_type
+from polyamp.errors import check_count, wrong_type
 
 if TYPE_CHECKING:
     from polyamp.diagnosis.diagnose import Verdict

@@ -15,11 +15,10 @@ from polyamp.backends.keras.casting import CASTABLE
 from polyamp.backends.keras.layers import Part, can_change, children, keras_policy, matches, parts_of, set_formats, walk
 from polyamp.backends.keras.steps.mismatches import note_converted, report_unscaled
 from polyamp.backends.keras.steps.statistics import guard_anew
-from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
+from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, kind_of, warn_once
 from polyamp.formats import format_of
+from polyamp.plan import report_nothing_lowered, report_unused
 from polyamp.policies import Policy
-from polyamp.reports import report_nothing_lowered, report_unused
-from polyamp.validation import kind_of
 
 
 def convert(model: Any, policy: Policy) -> Any:

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 import keras
 from keras import ops
 
-from polyamp import registry
+from polyamp import adapters
+from polyamp.adapters import having
 from polyamp.backends.keras.casting import is_sixteen_bit
 from polyamp.backends.keras.layers import amended, own_policy, remaining_policy
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.unstable import all_layers, build_loss, variable_path
 from polyamp.diagnosis.facts import Facts, OptimizerState
 from polyamp.diagnosis.recording import Recording
-from polyamp.dispatch import having
 from polyamp.errors import InvalidTypeError, UsageError
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation
@@ -41,7 +41,7 @@ def record(
     scale: float | None = None,
 ) -> Recording:
     """Record one step of a compiled model; the model does not change."""
-    verb = having(registry.adapter_named(keras.backend.backend()), "record").record
+    verb = having(adapters.adapter_named(keras.backend.backend()), "record").record
     if not isinstance(step, keras.Model):
         return verb(step, args, kwargs, policy, widened=widened, scale=scale)
     made, own = step_of(step, args, kwargs), _scale_of(step)
@@ -140,7 +140,7 @@ _OWN = "its layer's own policy"
 
 def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
     """Return the plan of a compiled model's loss for a batch, or of a model's call for its inputs alone."""
-    verb = having(registry.adapter_named(keras.backend.backend()), "explain").explain
+    verb = having(adapters.adapter_named(keras.backend.backend()), "explain").explain
     if not isinstance(fn, keras.Model):
         return verb(fn, args, kwargs, policy)
     step = Step(fn, tuple(map(as_tensors, args))) if len(args) < 2 else step_of(fn, args, kwargs)
@@ -164,8 +164,8 @@ def _by_layer(operation: PlannedOperation) -> PlannedOperation:
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.adapter.FullAdapter`."""
-    framework = registry.adapter_named(keras.backend.backend())
+    """Collect the facts that lint judges; see `polyamp.adapters.FullAdapter`."""
+    framework = adapters.adapter_named(keras.backend.backend())
     verb = having(framework, "facts").facts
     if not isinstance(target, keras.Model):
         found: Facts = verb(target, args, kwargs, policy, optimizer)

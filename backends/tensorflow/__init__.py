@@ -6,7 +6,7 @@
 65536.0
 """
 
-from polyamp.refusals import missing
+from polyamp.errors import missing
 
 try:
     import tensorflow  # noqa: F401

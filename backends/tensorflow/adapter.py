@@ -2,7 +2,7 @@
 
 import tensorflow as tf
 
-from polyamp.adapter import AdapterTable
+from polyamp.adapters import AdapterTable
 from polyamp.backends.tensorflow.autocast.context import autocast_context, is_lowering
 from polyamp.backends.tensorflow.casting import cast
 from polyamp.backends.tensorflow.devices import describe

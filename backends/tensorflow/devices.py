@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.devices import cpu_flags, fast_on_cpu, fast_on_gpu, report_slow_format, why_not_fast
+from polyamp.formats import cpu_flags, fast_on_cpu, fast_on_gpu, report_slow_format, why_not_fast
 
 _CONVOLUTIONS = "its bfloat16 convolutions were measured to take up to 14 times float32's time on such a CPU"
 

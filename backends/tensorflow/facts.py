@@ -27,7 +27,7 @@ _AVERAGED = ("Mean", "RealDiv", "Div", "DivNoNan")  # these follow a cross-entro
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.adapter.CollectFacts`."""
+    """Collect the facts that lint judges; see `polyamp.adapters.CollectFacts`."""
     kept = list(getattr(target, "trainable_variables", ()))
     scaler = _scaler_of(optimizer)
     known = Facts(

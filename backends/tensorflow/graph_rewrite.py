@@ -15,16 +15,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.adapter import UPDATE_SCOPE
+from polyamp.adapters import UPDATE_SCOPE
 from polyamp.backends.tensorflow.autocast.context import autocast_everywhere, is_everywhere
 from polyamp.backends.tensorflow.graphs.graph import Node, lowerable
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import is_in_control_flow, replace_input
-from polyamp.errors import InvalidTypeError, warn_once
-from polyamp.loss_scale import LossScale
+from polyamp.errors import InvalidTypeError, is_number, shown, warn_once
 from polyamp.operations import OPERATIONS as TABLE
 from polyamp.policies import policy
-from polyamp.validation import is_number, shown
+from polyamp.scale import LossScale
 from polyamp.verbs import wrap_optimizer
 
 

@@ -6,7 +6,7 @@
 True
 """
 
-from polyamp.refusals import missing
+from polyamp.errors import missing
 
 try:
     import torch  # noqa: F401

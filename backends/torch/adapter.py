@@ -2,7 +2,7 @@
 
 import torch
 
-from polyamp.adapter import AdapterTable
+from polyamp.adapters import AdapterTable
 from polyamp.backends.torch.autocast.context import autocast_context, traced_context
 from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert

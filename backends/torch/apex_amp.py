@@ -44,12 +44,19 @@ from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.scaler import LossScaler
-from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError, unreported, warn_deprecated
-from polyamp.loss_scale import LossScale
+from polyamp.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    UsageError,
+    no_optimizer,
+    shown,
+    unreported,
+    warn_deprecated,
+    wrapped_already,
+)
 from polyamp.policies import policy
-from polyamp.refusals import no_optimizer, wrapped_already
 from polyamp.run import current, found
-from polyamp.validation import shown
+from polyamp.scale import LossScale
 
 __all__ = [
     "_amp_state",

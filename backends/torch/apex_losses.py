@@ -24,9 +24,8 @@ from polyamp.backends.torch.steps.losses import LossScalers, Scaling
 from polyamp.backends.torch.steps.optimizer import ALIVE, LossScaledOptimizer
 from polyamp.backends.torch.steps.ranks import any_rank
 from polyamp.backends.torch.steps.scaler import LossScaler
-from polyamp.errors import InvalidValueError, StateError, UsageError, warn_deprecated
-from polyamp.loss_scale import LossScale, LossScaleState
-from polyamp.validation import shown
+from polyamp.errors import InvalidValueError, StateError, UsageError, shown, warn_deprecated
+from polyamp.scale import LossScale, LossScaleState
 
 
 @dataclass

@@ -32,10 +32,9 @@ import polyamp
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.saving import is_plain
 from polyamp.backends.torch.unstable import note_step
-from polyamp.errors import unreported
-from polyamp.loss_scale import LossScale
+from polyamp.errors import no_optimizer, unreported, wrapped_already
 from polyamp.policies import Policy
-from polyamp.refusals import no_optimizer, wrapped_already
+from polyamp.scale import LossScale
 
 Around = Callable[[LossScaledOptimizer, Any], AbstractContextManager[None]]
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from polyamp.backends.torch.containers import hides_tensors, open_up
 from polyamp.backends.torch.dtypes import dtype_of
-from polyamp.errors import warn_once
-from polyamp.validation import kind_of
+from polyamp.errors import kind_of, warn_once
 
 
 def cast(tree: Any, format_name: str) -> Any:

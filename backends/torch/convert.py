@@ -12,11 +12,10 @@ from torch import nn
 from polyamp.backends.torch.casting import cast_tensor, cast_to, store_parameter
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.modules import kept_by_authors, operation_of
-from polyamp.errors import InvalidTypeError, warn_once
+from polyamp.errors import InvalidTypeError, kind_of, warn_once
+from polyamp.flow import unused
+from polyamp.plan import report_unused
 from polyamp.policies import Policy
-from polyamp.reports import report_unused
-from polyamp.rules import unused
-from polyamp.validation import kind_of
 
 # Their kernels take 16-bit data with float32 parameters and statistics, on every device.
 _TAKING_MIXED = (

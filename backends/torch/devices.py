@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from polyamp.backends.torch import extension
-from polyamp.devices import fast_on_gpu, report_slow_format, why_not_fast
+from polyamp.formats import fast_on_gpu, report_slow_format, why_not_fast
 
 
 def describe() -> dict[str, Any]:

@@ -29,7 +29,7 @@ from polyamp.policies import Policy
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.adapter.CollectFacts`."""
+    """Collect the facts that lint judges; see `polyamp.adapters.CollectFacts`."""
     # With arguments the target runs once, in float32, and its effects are undone.
     reach = Reach(optimizer, target, args, dict(kwargs))
     low = [param for param in dict.fromkeys(reach.parameters()) if param.dtype in SIXTEEN_BIT]

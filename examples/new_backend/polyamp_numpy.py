@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 import polyamp
 from polyamp.formats import format_of
-from polyamp.loss_scale_reports import report_limits
+from polyamp.scale import report_limits
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -85,7 +85,7 @@ def _widened(arrays: Arrays) -> Arrays:
 
 
 class NumpyAdapter:
-    """The methods that `polyamp.adapter.Adapter` requires, and one optional verb, which `polyamp.health` uses."""
+    """The methods that `polyamp.adapters.Adapter` requires, and one optional verb, which `polyamp.health` uses."""
 
     name = "numpy"
     operations: Mapping[str, str] = {"matmul": "matmul", "exp": "exp", "add": "add", "sum": "sum"}

@@ -10,8 +10,8 @@ import typer
 from polyamp.commands.diagnosis import JsonFile, PlotFile
 from polyamp.commands.show import check_files, printing_elsewhere, show, writing
 from polyamp.commands.target import training_of
-from polyamp.equivalence.parity import parity as train_over_seeds
-from polyamp.equivalence.statistics import FIRST_LOOK
+from polyamp.comparison import FIRST_LOOK
+from polyamp.equivalence import parity as train_over_seeds
 
 CODES = {"equivalent": 0, "better": 0, "worse": 3, "not yet known": 4, "cannot tell": 5}
 INTERRUPTED = 130  # as in shells

@@ -16,10 +16,9 @@ from typing import Any
 
 from polyamp.diagnosis.diagnose import diagnose
 from polyamp.diagnosis.lint import lint
-from polyamp.equivalence.parity import parity
-from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.equivalence import parity
+from polyamp.errors import InvalidTypeError, InvalidValueError, shown
 from polyamp.rewriting import explain
-from polyamp.validation import shown
 
 FORMS = 'a step; (step, *arguments); or {"step": step, "args": (...), "optimizer": ..., "policy": ...}'
 

@@ -19,13 +19,12 @@ from polyamp.diagnosis.diagnose import Verdict, with_rules
 from polyamp.diagnosis.probe import Probe, makers, record, sixteen_bit
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.diagnosis.rounding import rounding
-from polyamp.errors import InvalidValueError
+from polyamp.errors import InvalidValueError, check_range
 from polyamp.formats import format_of
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report, finite, plural, power
 from polyamp.report import share as percentage
-from polyamp.validation import check_range
 
 ROUNDS = 16
 """How often, at most, rules are added and the batches are run again. Each round keeps at least one more in float32."""

@@ -10,11 +10,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from polyamp.dispatch import adapter_for
-from polyamp.errors import InvalidTypeError
-from polyamp.loss_scale import LossScale, LossScaleState
+from polyamp.adapters import adapter_for
+from polyamp.errors import InvalidTypeError, shown
 from polyamp.report import Report, finite, power
-from polyamp.validation import shown
+from polyamp.scale import LossScale, LossScaleState
 
 if TYPE_CHECKING:
     from polyamp.diagnosis.probe import Probe

@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+from polyamp.adapters import offering
 from polyamp.diagnosis.facts import Facts
 from polyamp.diagnosis.probe import sixteen_bit
-from polyamp.dispatch import offering
+from polyamp.errors import check_count
 from polyamp.flow import AS_WRITTEN
 from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS
 from polyamp.plan import PlannedOperation
 from polyamp.policies import Policy
 from polyamp.report import Report, plural
-from polyamp.validation import check_count
 
 Severity = Literal["error", "warning", "note"]
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
 from polyamp.diagnosis.spread import LOWEST, Spread, Window
-from polyamp.errors import InvalidValueError
+from polyamp.errors import InvalidValueError, missing
 from polyamp.formats import Format
-from polyamp.refusals import missing
 from polyamp.report import power
 
 if TYPE_CHECKING:

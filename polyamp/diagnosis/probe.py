@@ -14,16 +14,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from polyamp.adapters import offering
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
 from polyamp.diagnosis.rounding import Rounding, rounding
 from polyamp.diagnosis.spread import Window
-from polyamp.dispatch import offering
+from polyamp.errors import check_callable, check_range
 from polyamp.formats import format_of
-from polyamp.loss_scale import LossScale
 from polyamp.policies import Policy, current_policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report, finite, power, share
-from polyamp.validation import check_callable, check_range
+from polyamp.scale import LossScale
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -326,7 +326,7 @@ def record(
     widened: bool,
     scale: float | None,
 ) -> Recording:
-    """Record one step with its framework's adapter; see `polyamp.adapter.Record`."""
+    """Record one step with its framework's adapter; see `polyamp.adapters.Record`."""
     check_callable(
         step,
         where="the step",

@@ -7,14 +7,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from polyamp import registry
+from polyamp import adapters
+from polyamp.adapters import offers
 from polyamp.diagnosis.diagnose import Verdict, diagnose
 from polyamp.diagnosis.health import Health, health
-from polyamp.dispatch import offers
-from polyamp.errors import InvalidTypeError, PolyampError, UsageError, warn_once
+from polyamp.errors import InvalidTypeError, PolyampError, UsageError, check_count, warn_once, wrong_type
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.validation import check_count, wrong_type
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 Result = TypeVar("Result")
@@ -84,7 +83,7 @@ class _Place:
 
     def __init__(self, holder: Any) -> None:
         self._holder = holder
-        self._goes_around = holder is None or offers(registry.adapter_within(holder), "holds_loss_scale")
+        self._goes_around = holder is None or offers(adapters.adapter_within(holder), "holds_loss_scale")
         self._keeps = False
         self._returned: Any = None
 
@@ -102,7 +101,7 @@ class _Place:
 
 
 def _holds_scale(found: Any) -> bool:
-    adapter = registry.adapter_within(found)
+    adapter = adapters.adapter_within(found)
     return offers(adapter, "holds_loss_scale") and adapter.holds_loss_scale(found)
 
 

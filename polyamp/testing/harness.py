@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polyamp.policies import Policy
-from polyamp.result import StepResult
+from polyamp.scale import StepResult
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polyamp import registry
-from polyamp.adapter import Adapter
+from polyamp import adapters
+from polyamp.adapters import Adapter
 from polyamp.errors import InvalidTypeError, StateError, UsageError
-from polyamp.loss_scale import LossScale, advance
 from polyamp.operations import OPERATIONS
 from polyamp.policies import policy
+from polyamp.scale import LossScale, advance
 from polyamp.testing.harness import Harness, overflow_trace, random_arrays, same_bits, spoiled
 from polyamp.verbs import save_loss_scale, wrap_optimizer
 
@@ -31,16 +31,16 @@ class Steps:
     """Tests of what every adapter must have. The fixture ``harness`` comes from `polyamp.testing.Conformance`."""
 
     def test_adapter_is_found_by_name_and_by_object(self, harness: Harness) -> None:
-        adapter = registry.adapter_named(harness.name)
+        adapter = adapters.adapter_named(harness.name)
         assert isinstance(adapter, Adapter)
         assert adapter.name == harness.name
-        assert registry.adapter_of(harness.plain_optimizer()) is adapter
+        assert adapters.adapter_of(harness.plain_optimizer()) is adapter
 
     def test_operations_are_canonical(self, harness: Harness) -> None:
-        assert set(registry.adapter_named(harness.name).operations.values()) <= set(OPERATIONS)
+        assert set(adapters.adapter_named(harness.name).operations.values()) <= set(OPERATIONS)
 
     def test_description_is_json(self, harness: Harness) -> None:
-        description = registry.adapter_named(harness.name).describe()
+        description = adapters.adapter_named(harness.name).describe()
         assert json.loads(json.dumps(description)) == description
         assert description["version"]
 
@@ -166,9 +166,9 @@ class Steps:
         assert save_loss_scale(session.holder) == before
 
     def test_wrapping_twice_is_refused(self, harness: Harness) -> None:
-        adapter = registry.adapter_named(harness.name)
+        adapter = adapters.adapter_named(harness.name)
         wrapped = wrap_optimizer(harness.plain_optimizer(), "mixed_float16")
-        assert registry.adapter_of(wrapped) is adapter
+        assert adapters.adapter_of(wrapped) is adapter
         with pytest.raises(UsageError):
             wrap_optimizer(wrapped, "mixed_float16")
 

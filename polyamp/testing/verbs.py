@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from polyamp import registry
-from polyamp.adapter import Adapter, FullAdapter
-from polyamp.dispatch import OPTIONAL, offers
+from polyamp import adapters
+from polyamp.adapters import OPTIONAL, Adapter, FullAdapter, offers
 from polyamp.errors import InvalidTypeError
 from polyamp.formats import name_of_dtype
-from polyamp.loss_scale import LossScale
 from polyamp.policies import policy
+from polyamp.scale import LossScale
 from polyamp.testing.harness import Harness, random_arrays
 
 FLOAT16 = policy("mixed_float16")
@@ -41,7 +40,7 @@ def loss(left: Any, right: Any) -> Any:
 
 def offered(verb: str, harness: Harness) -> FullAdapter:
     """Return the adapter if it has this verb; skip the test if it does not."""
-    adapter = registry.adapter_named(harness.name)
+    adapter = adapters.adapter_named(harness.name)
     if not offers(adapter, verb):
         pytest.skip(f"{harness.name} does not offer {verb}")
     return adapter
@@ -82,7 +81,7 @@ class OptionalVerbs:
 
     @pytest.mark.parametrize("name", REQUIRED)
     def test_required_verb_has_its_signature(self, harness: Harness, name: str) -> None:
-        assert accepts(getattr(registry.adapter_named(harness.name), name), getattr(Adapter, name))
+        assert accepts(getattr(adapters.adapter_named(harness.name), name), getattr(Adapter, name))
 
     @pytest.mark.parametrize("verb", OPTIONAL)
     def test_optional_verb_has_its_signature(self, harness: Harness, verb: str) -> None:

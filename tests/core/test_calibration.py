@@ -24,7 +24,7 @@ from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation, Recording
 from polyamp.diagnosis.spread import Spread
 from polyamp.errors import InvalidTypeError, InvalidValueError
-from polyamp.rules import Rule
+from polyamp.flow import Rule
 
 
 def seen(

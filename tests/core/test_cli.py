@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import polyamp
-from polyamp import registry
+from polyamp import adapters
 from support.other_python import python_without
 
 
@@ -60,7 +60,7 @@ def test_demo_without_frameworks_says_how_to_get_each() -> None:
     command = [sys.executable, "-c", WITHOUT_FRAMEWORKS, "demo"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
-    for name in registry.names():
+    for name in adapters.names():
         assert f'pip install "polyamp[{name}]"' in done.stdout
     assert 'pip install "polyamp[all]"' in done.stderr
 
@@ -72,7 +72,7 @@ def test_doctor_without_frameworks_says_how_to_get_each() -> None:
     assert (table.returncode, done.returncode) == (0, 0), done.stderr
     found = json.loads(done.stdout)
     assert (found["polyamp"], found["problem"]) == (polyamp.__version__, None)
-    assert found["frameworks"].keys() == set(registry.names())
+    assert found["frameworks"].keys() == set(adapters.names())
     for name, framework in found["frameworks"].items():
         assert not framework["installed"]
         assert f'pip install "polyamp[{name}]"' in framework["why"]

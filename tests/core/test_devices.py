@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polyamp import PolyampWarning
-from polyamp.devices import cpu_flags, fast_on_cpu, fast_on_gpu, report_slow_format, why_not_fast
+from polyamp.formats import cpu_flags, fast_on_cpu, fast_on_gpu, report_slow_format, why_not_fast
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyamp.flow import AS_WRITTEN, STATES, Flow, Value, flow
+from polyamp.flow import AS_WRITTEN, STATES, Flow, Rule, Value, decide, flow
 from polyamp.operations import CLASSES, OPERATIONS
-from polyamp.rules import Rule, decide
 from support.flow_cases import (
     COMPUTE,
     INPUT,

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyamp.flow import AS_WRITTEN, Flow, Value, constant, flow
+from polyamp.flow import AS_WRITTEN, TABLE, Flow, Rule, Value, constant, decide, flow, unused
 from polyamp.formats import FORMATS
 from polyamp.operations import CLASSES, OPERATIONS
-from polyamp.rules import TABLE, Rule, decide, unused
 from support.flow_cases import (
     COMPUTE,
     LOW,

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import polyamp
-from polyamp import registry
 
 PACKAGE = Path(polyamp.__file__).parent
 
@@ -53,7 +52,7 @@ ENTRIES = """
 import polyamp
 for attempt in range(2):
     try:
-        print(sorted(polyamp.registry.entries()))
+        print(sorted(polyamp.adapters.entries()))
     except polyamp.PolyampError as error:
         print(error)
 """
@@ -85,7 +84,7 @@ def distribution(folder: Path, name: str, entry: str) -> None:
     info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{entry}\n")
+    (info / "entry_points.txt").write_text(f"[polyamp.backends]\n{entry}\n")
 
 
 PUBLIC = """

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 import polyamp
 from polyamp import LossScale, LossScaleState, advance
 from polyamp.libraries import LIBRARIES
-from polyamp.loss_scale import TYPES, on_host
-from polyamp.loss_scale_reports import report_limits
+from polyamp.scale import TYPES, on_host, report_limits
 from support.loss_scale_cases import TRACES, any_numbers, powers_of_two, read, walk
 
 RECORDED = json.loads((Path(__file__).parents[1] / "support/data/loss_scalers.json").read_text())

@@ -8,7 +8,7 @@ import pytest
 
 import polyamp
 from polyamp import LossScale
-from polyamp.loss_scale_reports import report_limits
+from polyamp.scale import report_limits
 from support.loss_scale_cases import read, walk
 
 

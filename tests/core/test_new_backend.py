@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from polyamp.dispatch import OPTIONAL
+from polyamp.adapters import OPTIONAL
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "new_backend"
 SUITE = "test_conformance.py"
@@ -144,5 +144,5 @@ def test_suite_goes_red_for_a_planted_fault_and_for_a_wrong_optional_verb(broken
 
 
 def test_new_backend_is_found_by_name(installed: Path) -> None:
-    done = run(installed, "-c", "from polyamp import registry; print(registry.adapter_named('numpy').name)")
+    done = run(installed, "-c", "from polyamp import adapters; print(adapters.adapter_named('numpy').name)")
     assert done.stdout.strip() == "numpy", done.stderr

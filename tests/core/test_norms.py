@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from polyamp.flow import Flow, Value, constant, flow
-from polyamp.rules import Rule, decide
+from polyamp.flow import Flow, Rule, Value, constant, decide, flow
 from support.flow_cases import COMPUTE, INPUT, LOW, STRONG, WEAK, by_table
 
 # Programs, a line for each operation: the name of its result, the operation, and the names of its operands. ``x`` and

@@ -20,9 +20,8 @@ from scipy import stats
 
 import polyamp
 from polyamp import LossScale
-from polyamp.equivalence.parity import add_run, better_of, read_runs
-from polyamp.equivalence.report import Comparison, Question, Run
-from polyamp.equivalence.statistics import alpha_at, paired, unpaired
+from polyamp.comparison import Comparison, Question, Run, alpha_at, paired, unpaired
+from polyamp.equivalence import add_run, better_of, read_runs
 from polyamp.errors import (
     InvalidTypeError,
     InvalidValueError,

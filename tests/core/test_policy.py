@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import polyamp
-from polyamp import LossScale, Policy, dialects, policy
+from polyamp import LossScale, Policy, policy
+from polyamp.policies import WORDS
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"
 DYNAMIC, NONE = LossScale(), LossScale.none()
@@ -58,7 +59,7 @@ def test_dialect(text: str, expected: tuple[str, str, str, LossScale]) -> None:
     assert (made.param, made.compute, made.output, made.loss_scale) == expected
 
 
-@pytest.mark.parametrize("text", dialects.KNOWN)
+@pytest.mark.parametrize("text", WORDS)
 def test_every_known_word_survives_its_text_and_its_dict(text: str) -> None:
     made = policy(text)
     assert policy(str(made)) == made

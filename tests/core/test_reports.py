@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 
 from polyamp.errors import forget_warnings
-from polyamp.reports import report_nothing_lowered, report_refused, report_unused
-from polyamp.rules import Rule
+from polyamp.flow import Rule
+from polyamp.plan import report_nothing_lowered, report_refused, report_unused
 
 
 def shown_by(report: object, *args: object, **kwargs: object) -> list[tuple[str, str]]:

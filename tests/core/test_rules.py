@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import polyamp
+from polyamp.flow import CLASSES, Rule, decide, parse_rules, unused
 from polyamp.operations import OPERATIONS
-from polyamp.rules import CLASSES, Rule, decide, parse_rules, unused
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 import polyamp
 from polyamp import LossScale, policy
-from polyamp.validation import check_choice, check_options
+from polyamp.errors import check_choice, check_options
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 import polyamp
-from polyamp import registry
+from polyamp import adapters
 from polyamp.rewriting import RewrittenAtFirstCall
 
 
 @pytest.fixture
 def no_framework_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that imported none: here another suite may have."""
-    for root in registry.entries().keys() & sys.modules.keys():
+    for root in adapters.entries().keys() & sys.modules.keys():
         monkeypatch.setitem(sys.modules, root, None)
 
 
@@ -59,7 +59,7 @@ def test_two_policies_are_refused() -> None:
 def test_unknown_backend_is_refused_and_the_known_are_listed() -> None:
     with pytest.raises(polyamp.errors.InvalidTypeError, match="no adapter of that name") as caught:
         polyamp.wrap_optimizer(Stranger(), backend="caffe")
-    assert all(name in str(caught.value) for name in registry.names())
+    assert all(name in str(caught.value) for name in adapters.names())
 
 
 def test_casting_plain_values_leaves_them_alone_and_strange_arrays_are_refused() -> None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 import polyamp
 from polyamp.backends.tensorflow import adapter
 from polyamp.backends.tensorflow.devices import devices, report_slow
-from polyamp.devices import cpu_flags, fast_on_cpu
+from polyamp.formats import cpu_flags, fast_on_cpu
 
 IMAGE, KERNEL = tf.ones((1, 8, 8, 2)), tf.ones((3, 3, 2, 4))
 

@@ -79,14 +79,14 @@ class Sealed:
         object.__setattr__(self, "nested", [self.logits])
 
 
-class Registered:
+class Adapter:
     """What `torch.utils._pytree` knows."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
 
 
-pytree.register_pytree_node(Registered, lambda one: ([one.logits], None), lambda parts, _: Registered(*parts))
+pytree.register_pytree_node(Adapter, lambda one: ([one.logits], None), lambda parts, _: Adapter(*parts))
 
 
 class Opaque:
@@ -130,7 +130,7 @@ CONTAINERS = [
     nn.utils.rnn.pack_sequence([torch.ones(2, 1)]),
     Plain(ones()),
     Sealed(ones()),
-    Registered(ones()),
+    Adapter(ones()),
 ]
 
 

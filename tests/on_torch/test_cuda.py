@@ -89,7 +89,7 @@ def test_autocast_multiplies_in_16_bits_on_the_gpu() -> None:
 
 
 def test_doctor_names_the_gpu_and_its_fast_formats() -> None:
-    described = polyamp.registry.adapter_named("torch").describe()
+    described = polyamp.adapters.adapter_named("torch").describe()
     gpu = described["devices"][0]
     assert gpu["name"].startswith("cuda:0")
     if torch.cuda.get_device_capability() >= (8, 0):

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.registry import adapter_named_in
+from polyamp.adapters import adapter_named_in
 
 X = np.full((2, 2), 1 / 3, np.float32)
 

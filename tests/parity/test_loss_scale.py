@@ -17,7 +17,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from polyamp import LossScale, LossScaleState, advance
-from polyamp.loss_scale import on_host
+from polyamp.scale import on_host
 from polyamp.testing import overflow_trace
 from support.loss_scale_cases import TRACES, any_numbers, powers_of_two, walk
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 import torch
 from jax.extend.core import Primitive
 
-from polyamp import registry
+from polyamp import adapters
 from polyamp.backends.jax.operations import OPERATIONS as jax_names
 from polyamp.backends.keras.operations import ACTIVATIONS
 from polyamp.backends.keras.operations import OPERATIONS as keras_names
@@ -32,7 +32,7 @@ NATIVES = {"torch": torch_names, "jax": jax_names, "tensorflow": tensorflow_name
 
 @pytest.mark.parametrize("framework", NATIVES)
 def test_adapters_offer_their_names(framework: str) -> None:
-    assert registry.adapter_named(framework).operations == NATIVES[framework]
+    assert adapters.adapter_named(framework).operations == NATIVES[framework]
 
 
 def test_every_canonical_operation_has_a_native_name() -> None:

@@ -17,7 +17,7 @@ import tensorflow as tf
 import torch
 
 import polyamp
-from polyamp import registry
+from polyamp import adapters
 
 OPTIMIZERS = {
     "torch": lambda: torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1),
@@ -70,7 +70,7 @@ def test_engines_that_a_framework_lacks_are_refused(verb: str, option: str) -> N
 def test_the_docs_list_every_option(heading: str, framework: str) -> None:
     text = Path(__file__).parents[2].joinpath("docs/frameworks.md").read_text()
     table = text.partition(f"\n### {heading}\n")[2].partition("\n#")[0]
-    options = inspect.signature(registry.adapter_named(framework).wrap_optimizer).parameters.values()
+    options = inspect.signature(adapters.adapter_named(framework).wrap_optimizer).parameters.values()
     own = {option.name for option in options if option.kind is option.KEYWORD_ONLY} - {"loss_scale", "max_grad_norm"}
     assert set(re.findall(r"^\| `(\w+)` ", table, re.MULTILINE)) == own == OPTIONS[framework]
 

@@ -12,12 +12,12 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from polyamp import comparison as comparisons
+from polyamp.comparison import Comparison, Parity
 from polyamp.diagnosis import pictures
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation, Recording
 from polyamp.diagnosis.spread import Spread
-from polyamp.equivalence import report as parity_report
-from polyamp.equivalence.report import Comparison, Parity
 from polyamp.errors import InvalidValueError
 from polyamp.plan import Plan, PlannedOperation
 from support.seeded_runs import compared
@@ -52,7 +52,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         made.append(figure_of(*arguments))
         return made[-1]
 
-    for module in (pictures, parity_report):
+    for module in (pictures, comparisons):
         monkeypatch.setattr(module, "figure_for", kept)
 
     def draw(report: Probe | Plan | Parity, name: str = "picture.png") -> Figure:

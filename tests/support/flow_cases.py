@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from polyamp.flow import Flow, Value, flow
-from polyamp.rules import Decision, decide
+from polyamp.flow import Decision, Flow, Value, decide, flow
 
 COMPUTE = ["float16", "bfloat16"]
 TOO_LARGE = "constant 1e+30 is beyond it"

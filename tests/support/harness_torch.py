@@ -15,7 +15,7 @@ import polyamp
 from polyamp.backends.torch import LossScaledOptimizer
 from polyamp.backends.torch.dtypes import dtype_of
 from polyamp.policies import Policy
-from polyamp.result import StepResult
+from polyamp.scale import StepResult
 from polyamp.testing import Arrays
 
 

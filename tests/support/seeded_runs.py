@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import polyamp
-from polyamp.equivalence.report import Comparison, Parity, Question, Run
+from polyamp.comparison import Comparison, Parity, Question, Run
 
 
 def runs(values: Iterable[float]) -> tuple[Run, ...]:

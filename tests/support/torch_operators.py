@@ -16,7 +16,7 @@ from polyamp.backends.torch.kernels import reference
 from polyamp.backends.torch.kernels.arguments import DECOUPLED, MAXIMIZE, NESTEROV, SGD, Adam, Settings
 from polyamp.backends.torch.kernels.control import SIZE, pack_
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
-from polyamp.loss_scale import LossScaleState
+from polyamp.scale import LossScaleState
 
 STORAGES = {  # formats of parameters, and of the master weights next to them
     "float32": (torch.float32, None),

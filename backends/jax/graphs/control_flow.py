@@ -28,8 +28,8 @@ from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs import binding
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, held_as_declared
 from polyamp.backends.jax.graphs.interpreter import Interpreter
-from polyamp.deciding import Decider
 from polyamp.flow import CARRIED, Value
+from polyamp.plan import Decider
 
 
 def jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:

@@ -18,11 +18,9 @@ import numpy as np
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell
 from polyamp.backends.jax.operations import OPERATIONS, canonical
-from polyamp.deciding import Decider
-from polyamp.flow import AS_WRITTEN, NO_FLOATS, WEAK, Flow, Value, specific
+from polyamp.flow import AS_WRITTEN, NO_FLOATS, WEAK, Decision, Flow, Value, specific
 from polyamp.operations import OPERATIONS as CANONICAL
-from polyamp.plan import PlannedOperation
-from polyamp.rules import Decision
+from polyamp.plan import Decider, PlannedOperation
 
 _MOVES = ("reshape", "squeeze", "copy", "name", "stop_gradient")  # the same numbers in the same order
 _ALIKE = ("broadcast_in_dim", "transpose", "slice", "abs", "neg")  # of the same numbers they return the same numbers

@@ -25,11 +25,10 @@ from polyamp.backends.jax.graphs.binding import bind_low, bind_wide
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, declared_value
 from polyamp.backends.jax.graphs.decisions import Decided, PlanBuilder, decide_equation, note_same
 from polyamp.backends.jax.operations import canonical
-from polyamp.deciding import Decider
 from polyamp.errors import UnsupportedError
-from polyamp.flow import INPUT, WEAK, Value, magnitude
+from polyamp.flow import INPUT, WEAK, Value, decide, magnitude
+from polyamp.plan import Decider
 from polyamp.policies import Policy
-from polyamp.rules import decide
 
 
 class Repeats:

@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from polyamp.errors import InvalidTypeError, UsageError
-from polyamp.validation import is_integer
+from polyamp.errors import InvalidTypeError, UsageError, is_integer
 
 BRANCHES = (
     jax.errors.ConcretizationTypeError,

@@ -21,12 +21,10 @@ from polyamp.backends.jax.graphs.decisions import PlanBuilder, bytes_of
 from polyamp.backends.jax.graphs.interpreter import Interpreter
 from polyamp.backends.jax.graphs.program import Equation, Program, walk
 from polyamp.backends.jax.operations import canonical
-from polyamp.deciding import Decider, unused_in
-from polyamp.flow import AS_WRITTEN
+from polyamp.flow import AS_WRITTEN, decide
 from polyamp.formats import FORMATS
-from polyamp.plan import Plan, PlannedOperation
+from polyamp.plan import Decider, Plan, PlannedOperation, unused_in
 from polyamp.policies import Policy
-from polyamp.rules import decide
 
 _MARK = re.compile(r"(?:^|/)polyamp_region_(\d+)")
 OUTSIDE, DERIVED = "outside of autocast", "as its forward pass"

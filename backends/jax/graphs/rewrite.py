@@ -20,12 +20,10 @@ from polyamp.backends.jax.graphs.interpreter import Interpreter
 from polyamp.backends.jax.graphs.program import Program
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
 from polyamp.backends.jax.modules import as_pure
-from polyamp.deciding import Decider
-from polyamp.plan import Plan
+from polyamp.errors import not_traced
+from polyamp.plan import NO_PRODUCTS, Decider, Plan, report_nothing_lowered, report_unused
 from polyamp.policies import Policy, current_policy
 from polyamp.policies import policy as make_policy
-from polyamp.refusals import not_traced
-from polyamp.reports import NO_PRODUCTS, report_nothing_lowered, report_unused
 
 
 class Rewritten:

@@ -24,8 +24,8 @@ from polyamp.backends.jax.steps import gradients
 from polyamp.backends.jax.steps.state import find_state, holds_state, initial_scalars, state_type
 from polyamp.backends.jax.steps.value_and_grad import unreported
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
-from polyamp.loss_scale import LossScale
 from polyamp.policies import Policy
+from polyamp.scale import LossScale
 
 
 def record(
@@ -37,7 +37,7 @@ def record(
     widened: bool,
     scale: float | None = None,
 ) -> Recording:
-    """Record every tensor of one step; see `polyamp.adapter.Record`."""
+    """Record every tensor of one step; see `polyamp.adapters.Record`."""
     # The step is traced and evaluated once more, inside one ``jax.jit``; only the counts are kept. It is traced again
     # at each call, unless it is a jitted function or captures no array: then, as under ``jax.jit``, the trace for
     # arguments of these shapes is reused. A program that equals one of the last eight is not compiled again.

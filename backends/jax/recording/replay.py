@@ -26,10 +26,10 @@ from polyamp.backends.jax.recording.counting import Sample, merged, nothing, sam
 from polyamp.backends.jax.recording.values import Evaluated, Origin, Place, Record, bound_widened, is_low, widened
 from polyamp.backends.jax.steps import gradients
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind
+from polyamp.flow import decide
 from polyamp.formats import FORMATS
 from polyamp.operations import OPERATIONS
 from polyamp.policies import Policy
-from polyamp.rules import decide
 
 _NOT_NEEDED = Evaluated(None)
 

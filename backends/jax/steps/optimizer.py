@@ -8,8 +8,8 @@ from typing import Any
 from polyamp import verbs
 from polyamp.backends.jax.steps.gradients import apply_updates
 from polyamp.backends.jax.steps.step import Skip, Step
-from polyamp.loss_scale import LossScale
 from polyamp.policies import Policy
+from polyamp.scale import LossScale
 
 
 def wrap_optimizer(

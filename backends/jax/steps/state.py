@@ -18,9 +18,7 @@ import numpy as np
 
 from polyamp.backends.jax.graphs.refusals import users_level
 from polyamp.errors import UsageError, warn_once
-from polyamp.loss_scale import TYPES, LossScale, LossScaleState
-from polyamp.loss_scale_reports import report_limits
-from polyamp.result import StepResult
+from polyamp.scale import TYPES, LossScale, LossScaleState, StepResult, report_limits
 
 SCALARS = len(LossScaleState._fields)
 _DTYPES = {float: jnp.float32, int: jnp.int32}

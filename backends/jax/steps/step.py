@@ -24,10 +24,8 @@ from polyamp.backends.jax.steps.gradients import (
     zero_updates,
 )
 from polyamp.backends.jax.steps.state import LossScaleOptState, holds_state, initial_scalars, state_type
-from polyamp.errors import InvalidValueError, StateError, UsageError
-from polyamp.loss_scale import LossScale, advance, on_host
-from polyamp.loss_scale_reports import report_limits
-from polyamp.refusals import wrapped_already
+from polyamp.errors import InvalidValueError, StateError, UsageError, wrapped_already
+from polyamp.scale import LossScale, advance, on_host, report_limits
 
 Skip = Literal["auto", "cond", "select"]
 

@@ -6,11 +6,9 @@ from collections.abc import Hashable
 from typing import Any, get_args
 
 from polyamp.backends.jax.steps.step import Skip, Step
-from polyamp.errors import InvalidValueError
-from polyamp.loss_scale import LossScale
+from polyamp.errors import InvalidValueError, check_master_weights, missing, no_method, no_optimizer, wrapped_already
 from polyamp.policies import Policy
-from polyamp.refusals import missing, no_method, no_optimizer, wrapped_already
-from polyamp.validation import check_master_weights
+from polyamp.scale import LossScale
 
 try:
     import optax

@@ -14,13 +14,10 @@ from polyamp.backends.jax.graphs.rewrite import in_float32, run_autocasted
 from polyamp.backends.jax.modules import NnxArguments, model_of
 from polyamp.backends.jax.steps.gradients import all_finite
 from polyamp.backends.jax.steps.state import LossScaleOptState, find_state
-from polyamp.errors import InvalidTypeError, InvalidValueError
-from polyamp.loss_scale import LossScale
-from polyamp.loss_scale_reports import report_nonfinite_loss
-from polyamp.policies import Policy, current_policy
+from polyamp.errors import InvalidTypeError, InvalidValueError, no_loss
+from polyamp.policies import Policy, chosen_policy, current_policy, report_missing_scale
 from polyamp.policies import policy as make_policy
-from polyamp.refusals import no_loss
-from polyamp.reports import chosen_policy, report_missing_scale
+from polyamp.scale import LossScale, report_nonfinite_loss
 
 
 def value_and_grad(

@@ -19,15 +19,14 @@ from weakref import WeakSet
 
 import keras
 
-from polyamp import registry
+from polyamp import adapters
+from polyamp.adapters import offers
 from polyamp.backends.keras.layers import own_policy
 from polyamp.backends.keras.unstable import is_part_of_a_model
-from polyamp.dispatch import offers
 from polyamp.errors import warn_once
 from polyamp.formats import format_of
-from polyamp.policies import Policy
+from polyamp.policies import Policy, report_missing_scale
 from polyamp.policies import policy as make_policy
-from polyamp.reports import report_missing_scale
 
 _ADAPTERS = "polyamp.backends."
 _REMEDY = "gradients in float16 underflow. Compile it with polyamp.wrap_optimizer(optimizer, policy)."
@@ -93,7 +92,7 @@ def _report_unlowered(model: Any, optimizers: Any) -> None:
 
 def lowers_here() -> bool:
     """Return whether a rewrite or autocast of Keras' backend is active in the calling code."""
-    adapter = registry.adapter_named(keras.backend.backend())
+    adapter = adapters.adapter_named(keras.backend.backend())
     if offers(adapter, "is_lowering") and adapter.is_lowering():
         return True
     if adapter.name == "torch":

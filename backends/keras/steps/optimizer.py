@@ -15,12 +15,18 @@ from polyamp.backends.keras.steps.scaler import LossScaler, UnscaledGradients, s
 from polyamp.backends.keras.steps.settings import check_factor, check_masters, check_optimizer, settings_given
 from polyamp.backends.keras.steps.skipping import decision, update_if, update_scope
 from polyamp.backends.keras.unstable import built_on, index_in
-from polyamp.errors import InvalidValueError, UnsupportedError, UsageError, warn_once
-from polyamp.loss_scale import LossScale, LossScaleState
+from polyamp.errors import (
+    InvalidValueError,
+    UnsupportedError,
+    UsageError,
+    check_master_weights,
+    no_loss_scale,
+    no_method,
+    norm_limit,
+    warn_once,
+)
 from polyamp.policies import Policy
-from polyamp.refusals import no_loss_scale, no_method
-from polyamp.result import StepResult
-from polyamp.validation import check_master_weights, norm_limit
+from polyamp.scale import LossScale, LossScaleState, StepResult
 
 
 @keras.saving.register_keras_serializable(package="polyamp")
@@ -252,7 +258,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         traced values.
 
         Raises:
-            LossScaleError: from `polyamp.loss_scale_reports.report_limits`.
+            LossScaleError: from `polyamp.scale.report_limits`.
         """
         traced = platform_of(self.dynamic_scale) is None
         return StepResult(self.scaler.state) if traced else StepResult(self.scaler.report(), explain=self.scaler.why)

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.refusals import outside_replicas, without_common_step
+from polyamp.errors import outside_replicas, without_common_step
 
 
 def all_replicas(finite: tf.Tensor) -> tf.Tensor:

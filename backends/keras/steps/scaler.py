@@ -21,11 +21,9 @@ from keras.backend import standardize_dtype
 from polyamp.backends.keras.backend import platform_of, traces_around, value_of
 from polyamp.backends.keras.casting import is_sixteen_bit
 from polyamp.backends.keras.steps.gradients import unscaled
-from polyamp.errors import UsageError
-from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
-from polyamp.loss_scale_reports import report_limits, report_nonfinite_loss
-from polyamp.refusals import NONFINITE_LOSS, no_loss
-from polyamp.reports import report_missing_scale
+from polyamp.errors import NONFINITE_LOSS, UsageError, no_loss
+from polyamp.policies import report_missing_scale
+from polyamp.scale import LossScale, LossScaleState, advance, on_host, report_limits, report_nonfinite_loss
 
 _UNKNOWN = LossScaleState(*[None] * len(LossScaleState._fields))
 _NAMES = (  # the first two are Keras' names, for the variables that its LossScaleOptimizer has too

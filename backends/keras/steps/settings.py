@@ -7,9 +7,8 @@ from typing import Any
 import keras
 
 from polyamp.backends.keras.backend import in_strategy
-from polyamp.errors import InvalidValueError, UnsupportedError, UsageError
-from polyamp.loss_scale import LossScale
-from polyamp.refusals import no_optimizer, wrapped_already
+from polyamp.errors import InvalidValueError, UnsupportedError, UsageError, no_optimizer, wrapped_already
+from polyamp.scale import LossScale
 
 
 def settings_given(

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from polyamp.adapter import FINITE, UPDATE_SCOPE
+from polyamp.adapters import FINITE, UPDATE_SCOPE
 from polyamp.backends.keras.backend import builds_graph, in_strategy, platform_of
 
 

@@ -20,15 +20,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.adapter import UPDATE_SCOPE
+from polyamp.adapters import UPDATE_SCOPE
 from polyamp.backends.tensorflow import unstable
 from polyamp.backends.tensorflow.devices import report_slow
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, NodeDef, default_device, lowerable
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import Parameter
+from polyamp.flow import Rule, decide
 from polyamp.operations import OPERATIONS as TABLE
-from polyamp.reports import report_nothing_lowered, report_unused
-from polyamp.rules import Rule, decide
+from polyamp.plan import report_nothing_lowered, report_unused
 
 _TO_USER = 8  # number of frames from a warning to the user's ``with polyamp.autocast(...)``
 _REMEMBERED = 4096  # most decisions to keep: every trace has new names of scopes

@@ -16,9 +16,15 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.autocast.lowering import entered, intercept
 from polyamp.backends.tensorflow.graphs.graph import Places
 from polyamp.backends.tensorflow.unstable import OUT_OF_SCOPE, graphs_around
-from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, warn_once
-from polyamp.refusals import unscaled_loss
-from polyamp.validation import check_compute, kind_of
+from polyamp.errors import (
+    InvalidTypeError,
+    UnsupportedError,
+    UsageError,
+    check_compute,
+    kind_of,
+    unscaled_loss,
+    warn_once,
+)
 
 FUNCTION: Any = type(tf.function(lambda: None))
 """The class of a ``tf.function``."""

@@ -29,12 +29,11 @@ from polyamp.backends.tensorflow.graphs.values import (
     value_of_type,
 )
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.deciding import Decider
-from polyamp.flow import AS_WRITTEN, INPUT, NO_FLOATS, WEAK, Flow, Value, specific
+from polyamp.flow import AS_WRITTEN, INPUT, NO_FLOATS, TABLE, WEAK, Decision, Flow, Value, is_wide, specific
 from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as CLASSES
+from polyamp.plan import Decider
 from polyamp.policies import Policy
-from polyamp.rules import TABLE, Decision, is_wide
 
 _UPDATE = Value("strong", "the update")
 _SATURATED_GRADIENTS = ("SigmoidGrad", "TanhGrad")

@@ -19,11 +19,10 @@ from polyamp.backends.tensorflow.graphs.special import SPECIAL, decide_list
 from polyamp.backends.tensorflow.graphs.values import VARIANT, Known, is_list, value_of_capture, value_of_type
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import FunctionLibrary, graph_of
-from polyamp.flow import AS_WRITTEN, CARRIED, Flow, Value
+from polyamp.flow import AS_WRITTEN, CARRIED, TABLE, Decision, Flow, Value
 from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as TABLE_OF_CLASSES
 from polyamp.policies import Policy
-from polyamp.rules import TABLE, Decision
 
 REWRITTEN = "rewritten already"
 """The reason for a call of a function that was rewritten under the same policy."""

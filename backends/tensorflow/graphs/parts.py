@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from polyamp.adapter import UPDATE_SCOPE
+from polyamp.adapters import UPDATE_SCOPE
 from polyamp.backends.tensorflow.graphs.graph import FLOATING, Graph, Node
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import as_asked

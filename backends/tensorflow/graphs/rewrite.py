@@ -25,14 +25,11 @@ from polyamp.backends.tensorflow.graphs.planning import plan_of
 from polyamp.backends.tensorflow.graphs.scaling import scaling_of
 from polyamp.backends.tensorflow.graphs.writing import Writer
 from polyamp.backends.tensorflow.unstable import call_in_place_of, options_of, register
-from polyamp.errors import warn_once
+from polyamp.errors import check_options, not_traced, warn_once
 from polyamp.formats import format_of
-from polyamp.plan import Plan
-from polyamp.policies import Policy
+from polyamp.plan import NO_PRODUCTS, Plan, report_nothing_lowered, report_refused, report_unused
+from polyamp.policies import Policy, traced_for
 from polyamp.policies import policy as make_policy
-from polyamp.refusals import not_traced
-from polyamp.reports import NO_PRODUCTS, report_nothing_lowered, report_refused, report_unused, traced_for
-from polyamp.validation import check_options
 
 _PLANS = "_polyamp_plans"  # an attribute of a rewritten function's Python function, which bound methods share
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from polyamp.adapter import UPDATE_SCOPE
+from polyamp.adapters import UPDATE_SCOPE
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.graph import FLOATING, Node, Places
 from polyamp.backends.tensorflow.graphs.parts import backward_pass, is_gradient

@@ -12,8 +12,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, Node, closes_loop, lowerable
 from polyamp.backends.tensorflow.graphs.values import CREATING, VARIANT, Known, holds_float32, is_item, value_of_cast
-from polyamp.flow import CARRIED, WEAK, Flow, magnitude
-from polyamp.rules import TABLE
+from polyamp.flow import CARRIED, TABLE, WEAK, Flow, magnitude
 
 
 def _constant(decisions: Pass, node: Node) -> Decided:

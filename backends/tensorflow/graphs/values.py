@@ -21,9 +21,9 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, Graph, Node
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.deciding import Decider
 from polyamp.flow import CARRIED, INPUT, WEAK, Value, magnitude
 from polyamp.operations import OPERATIONS as TABLE
+from polyamp.plan import Decider
 
 VARIANT: int = tf.variant.as_datatype_enum
 MOVING = ("AddN", "Identity", "TensorListResize", "ZerosLike")

@@ -20,8 +20,8 @@ from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.steps.gradients import SIXTEEN_BIT
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation
 from polyamp.diagnosis.spread import Spread
+from polyamp.errors import no_loss
 from polyamp.operations import OPERATIONS as TABLE
-from polyamp.refusals import no_loss
 
 _FLOATS = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16, tf.float32, tf.float64)}
 _LOW = tuple(kind.as_datatype_enum for kind in (tf.float16, tf.bfloat16))

@@ -18,11 +18,9 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.steps.scaler import LossScaler
 from polyamp.backends.tensorflow.unstable import graphs_around
-from polyamp.errors import UsageError
-from polyamp.loss_scale import LossScale, LossScaleState, on_host
+from polyamp.errors import UsageError, no_loss_scale, no_method, no_optimizer, wrapped_already
 from polyamp.policies import Policy
-from polyamp.refusals import no_loss_scale, no_method, no_optimizer, wrapped_already
-from polyamp.result import StepResult
+from polyamp.scale import LossScale, LossScaleState, StepResult, on_host
 
 _KEPT = 16  # most calls to keep whose gradients were never applied
 

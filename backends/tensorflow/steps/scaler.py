@@ -26,15 +26,18 @@ from polyamp.backends.tensorflow.steps.skipping import (
     update_if,
     update_scope,
 )
-from polyamp.errors import InvalidTypeError, UsageError
-from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
-from polyamp.loss_scale_reports import report_limits, report_nonfinite_loss
-from polyamp.policies import Policy
+from polyamp.errors import (
+    NONFINITE_LOSS,
+    InvalidTypeError,
+    UsageError,
+    check_master_weights,
+    kind_of,
+    no_loss,
+    norm_limit,
+)
+from polyamp.policies import Policy, report_missing_scale
 from polyamp.policies import policy as make_policy
-from polyamp.refusals import NONFINITE_LOSS, no_loss
-from polyamp.reports import report_missing_scale
-from polyamp.result import StepResult
-from polyamp.validation import check_master_weights, kind_of, norm_limit
+from polyamp.scale import LossScale, LossScaleState, StepResult, advance, on_host, report_limits, report_nonfinite_loss
 
 _SCALING_ALREADY = {"LossScaleOptimizer", "LossScaledOptimizer", "MixedPrecisionLossScaleOptimizer"}
 
@@ -150,7 +153,7 @@ class LossScaler(tf.Module):
 
         Raises:
             InvalidTypeError: ``optimizer`` is not an optimizer.
-            LossScaleError: from `polyamp.loss_scale_reports.report_limits`, in eager code on the CPU.
+            LossScaleError: from `polyamp.scale.report_limits`, in eager code on the CPU.
             UsageError: the optimizer scales losses itself.
         """
         _check_optimizer(optimizer)
@@ -202,7 +205,7 @@ class LossScaler(tf.Module):
         a compiled step cannot do. In a graph its properties are tensors.
 
         Raises:
-            LossScaleError: from `polyamp.loss_scale_reports.report_limits`.
+            LossScaleError: from `polyamp.scale.report_limits`.
         """
         if not tf.executing_eagerly():
             return StepResult(self.state)

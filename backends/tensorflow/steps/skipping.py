@@ -19,9 +19,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.adapter import FINITE, UPDATE_SCOPE
+from polyamp.adapters import FINITE, UPDATE_SCOPE
 from polyamp.backends.tensorflow.graphs.graph import Graph, Node, NodeDef
-from polyamp.refusals import outside_replicas, without_common_step
+from polyamp.errors import outside_replicas, without_common_step
 
 
 def all_replicas(finite: tf.Tensor) -> tf.Tensor:

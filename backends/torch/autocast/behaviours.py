@@ -26,8 +26,8 @@ from polyamp.backends.torch.autocast.native_lists import TORCH_VERSION, category
 from polyamp.backends.torch.autocast.regions import Region
 from polyamp.backends.torch.operations import canonical
 from polyamp.errors import warn_once
+from polyamp.flow import Rule, decide
 from polyamp.operations import OPERATIONS
-from polyamp.rules import Rule, decide
 
 Behaviour = Callable[..., casts.Call]
 

@@ -15,11 +15,10 @@ from polyamp.backends.torch.autocast import frames, overrides, path_rules, weigh
 from polyamp.backends.torch.autocast.regions import ACCELERATOR, DEVICE_TYPES, MARKED, Marks, Region, mark_of
 from polyamp.backends.torch.devices import report_slow
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.dialects import default_rules
 from polyamp.errors import UnsupportedError, warn_once
-from polyamp.policies import Policy
+from polyamp.flow import Rule
+from polyamp.policies import Policy, default_rules
 from polyamp.policies import policy as make_policy
-from polyamp.rules import Rule
 
 
 @unstable.never_compiled

@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyamp import reports
+from polyamp import plan
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast import custom, frames, overrides
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES, MARKED, Marks, Region, mark_of, marks_here, set_marks
 from polyamp.backends.torch.tracking import ModuleHooks, Stack, paths_in
 from polyamp.errors import UnsupportedError, warn_once
+from polyamp.flow import Rule
 from polyamp.operations import OPERATIONS
-from polyamp.rules import Rule
 
 # Which region holds in which module.
 
@@ -117,7 +117,7 @@ def report_unused(region: Region) -> None:
         and not any(rule.matches(name) for name in _rulable())
     ]
     format_name = str(region.dtype).removeprefix("torch.")
-    reports.report_unused(unused, where=f"autocast to {format_name}", paths="a module")
+    plan.report_unused(unused, where=f"autocast to {format_name}", paths="a module")
 
 
 def _rulable() -> Iterator[str]:

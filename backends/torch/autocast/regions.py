@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from polyamp.errors import InvalidValueError
-from polyamp.rules import Rule
+from polyamp.flow import Rule
 
 
 def _accelerator() -> str | None:

@@ -101,7 +101,7 @@ POLYAMP_EVERYWHERE float factor_of(float scale, const double* stats, double max_
   return static_cast<float>(static_cast<double>(inverse) * (clip > 1 ? 1 : clip));  // NaN stays NaN
 }
 
-// polyamp.loss_scale.advance, in place.
+// polyamp.scale.advance, in place.
 POLYAMP_EVERYWHERE void advance(State& state, bool finite, const Settings& config) {
   const int32_t good = finite ? state.good_steps + 1 : config.restart;
   const bool grow = good >= config.interval;  // never after an overflow: restart <= 0 < interval

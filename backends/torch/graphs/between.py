@@ -30,11 +30,11 @@ from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.graphs.rewrite import report, report_rules
 from polyamp.backends.torch.recording.reach import Reach
-from polyamp.deciding import Decider, unused_in
+from polyamp.flow import Rule
 from polyamp.operations import OPERATIONS
+from polyamp.plan import Decider, unused_in
 from polyamp.policies import Policy, current_policy
 from polyamp.policies import policy as make_policy
-from polyamp.rules import Rule
 
 _OFF = make_policy("float32")
 _NAME, _NAMES = "the compiled graph", "the compiled graphs"

@@ -22,8 +22,7 @@ from torch.fx import GraphModule, Node
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.user_code import line_of_error
-from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError, UsageError
-from polyamp.validation import kind_of
+from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError, UsageError, kind_of
 
 
 class Captured(NamedTuple):

@@ -16,11 +16,9 @@ from polyamp.backends.torch.graphs.program import check_no_autocast, expand
 from polyamp.backends.torch.graphs.rewrite import usable
 from polyamp.backends.torch.graphs.values import Known, constant_of, known_value, map_known
 from polyamp.backends.torch.graphs.writing import Attributes
-from polyamp.deciding import Decider
-from polyamp.errors import InvalidTypeError, InvalidValueError
-from polyamp.policies import Policy
-from polyamp.reports import chosen_policy
-from polyamp.validation import did_you_mean, shown, unknown_options
+from polyamp.errors import InvalidTypeError, InvalidValueError, did_you_mean, shown, unknown_options
+from polyamp.plan import Decider
+from polyamp.policies import Policy, chosen_policy
 
 Compiled = Callable[..., Any]
 

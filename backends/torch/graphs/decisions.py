@@ -52,10 +52,9 @@ from polyamp.backends.torch.graphs.values import (
     value_of,
 )
 from polyamp.backends.torch.graphs.writing import AS_IT_IS, Attributes, Manner, Writing, may_exceed
-from polyamp.deciding import Decider
 from polyamp.errors import UsageError
-from polyamp.flow import AS_WRITTEN, NO_FLOATS, WEAK, Flow, Value
-from polyamp.rules import TABLE, Decision, is_wide
+from polyamp.flow import AS_WRITTEN, NO_FLOATS, TABLE, WEAK, Decision, Flow, Value, is_wide
+from polyamp.plan import Decider
 
 # Operations whose Python numbers are operands, unlike those of a reshape.
 _WITH_NUMBERS = frozenset(

@@ -27,10 +27,9 @@ from polyamp.backends.torch.recording.record import Run
 from polyamp.backends.torch.recording.widening import tensors
 from polyamp.backends.torch.user_code import users_line
 from polyamp.errors import InvalidValueError, PolyampError
-from polyamp.flow import AS_WRITTEN, NO_FLOATS
+from polyamp.flow import AS_WRITTEN, NO_FLOATS, TABLE, Decision, unused
 from polyamp.plan import Plan, PlannedOperation
 from polyamp.policies import Policy
-from polyamp.rules import TABLE, Decision, unused
 
 
 def explain(

@@ -16,9 +16,8 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.graphs.nodes import line_of, native_name, path_of
 from polyamp.backends.torch.graphs.values import Known
 from polyamp.backends.torch.unstable import hint
-from polyamp.flow import AS_WRITTEN, Flow
+from polyamp.flow import AS_WRITTEN, Decision, Flow
 from polyamp.plan import PlannedOperation
-from polyamp.rules import Decision
 
 Casts = Iterable[tuple[Known, torch.dtype]]
 

@@ -22,11 +22,9 @@ from polyamp.backends.torch.graphs.nodes import is_composite
 from polyamp.backends.torch.graphs.planning import PlanBuilder, bytes_saved
 from polyamp.backends.torch.graphs.values import Known, constant_of, known_value, map_known
 from polyamp.backends.torch.graphs.writing import Attributes
-from polyamp.deciding import Decider
-from polyamp.errors import InvalidTypeError
-from polyamp.plan import Plan
+from polyamp.errors import InvalidTypeError, kind_of
+from polyamp.plan import Decider, Plan
 from polyamp.policies import Policy
-from polyamp.validation import kind_of
 
 
 class Program:

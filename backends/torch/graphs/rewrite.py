@@ -17,16 +17,12 @@ from polyamp.backends.torch.graphs.capture import root_of
 from polyamp.backends.torch.graphs.program import Program, check_no_autocast, mode_of
 from polyamp.backends.torch.graphs.writing import HOLDER
 from polyamp.backends.torch.user_code import users_level
-from polyamp.deciding import Decider
-from polyamp.errors import InvalidTypeError, UsageError, warn_once
+from polyamp.errors import InvalidTypeError, UsageError, check_compute, not_traced, warn_once
+from polyamp.flow import Rule
 from polyamp.formats import format_of
-from polyamp.plan import Plan
+from polyamp.plan import Decider, Plan, report_nothing_lowered, report_refused, report_unused
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.refusals import not_traced
-from polyamp.reports import report_nothing_lowered, report_refused, report_unused
-from polyamp.rules import Rule
-from polyamp.validation import check_compute
 
 
 def rewrite(

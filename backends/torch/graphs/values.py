@@ -12,9 +12,9 @@ from torch.fx import Node
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.graphs.nodes import operation_of
-from polyamp.deciding import Decider
 from polyamp.flow import INPUT, WEAK, Value
 from polyamp.operations import OPERATIONS
+from polyamp.plan import Decider
 
 
 class Known(NamedTuple):

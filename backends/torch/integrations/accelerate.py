@@ -30,11 +30,9 @@ from polyamp import convert, wrap_optimizer
 from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.steps.grad_scaler import GradScaler
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
-from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError
+from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, kind_of, missing_trainer, wrapped_already
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.refusals import missing_trainer, wrapped_already
-from polyamp.validation import kind_of
 
 try:
     import accelerate

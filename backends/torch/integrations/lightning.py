@@ -35,13 +35,11 @@ from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.optimizer import ALIVE, LossScaledOptimizer
 from polyamp.backends.torch.steps.verbs import loss_scale_of, wrap_optimizer
-from polyamp.errors import UnsupportedError, UsageError
+from polyamp.errors import UnsupportedError, UsageError, check_options, missing_trainer, norm_limit
 from polyamp.libraries import write
-from polyamp.loss_scale import LossScale
 from polyamp.policies import Policy
 from polyamp.policies import policy as policy_of
-from polyamp.refusals import missing_trainer
-from polyamp.validation import check_options, norm_limit
+from polyamp.scale import LossScale
 
 try:
     if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:  # the same code under its older names

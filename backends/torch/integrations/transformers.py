@@ -15,11 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 from polyamp.backends.torch.integrations import accelerate
-from polyamp.errors import InvalidTypeError
+from polyamp.errors import InvalidTypeError, missing_trainer, shown
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.refusals import missing_trainer
-from polyamp.validation import shown
 
 try:
     import transformers

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.unstable import has_context
-from polyamp.loss_scale import TYPES, LossScaleState
+from polyamp.scale import TYPES, LossScaleState
 
 SIZE = 16  # int32 numbers in `control`, and in `report`
 _STATE = len(LossScaleState._fields)  # the first and the last are float32

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from polyamp.backends.torch.kernels.arguments import DECOUPLED, MAXIMIZE, NESTEROV, SGD, Adam, Settings
 from polyamp.backends.torch.kernels.control import APPLIED, LOSSES_FINITE, pack_, unpack, where
-from polyamp.loss_scale import advance
+from polyamp.scale import advance
 
 Tensors = Sequence[Tensor]
 

@@ -21,9 +21,9 @@ from polyamp.backends.torch.recording.widening import values_of
 from polyamp.backends.torch.tracking import Tracker
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Kind
 from polyamp.diagnosis.spread import FIELDS, Spread, stride
+from polyamp.flow import decide
 from polyamp.operations import OPERATIONS
 from polyamp.policies import Policy
-from polyamp.rules import decide
 
 
 class Operator(NamedTuple):

@@ -27,10 +27,9 @@ from polyamp.backends.torch.steps.optimizer import ALIVE
 from polyamp.backends.torch.tracking import ModuleHooks, Tracker
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.diagnosis.spread import Spread
-from polyamp.errors import InvalidTypeError, NonFiniteLossError, UnsupportedError
+from polyamp.errors import InvalidTypeError, NonFiniteLossError, UnsupportedError, shown
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.validation import shown
 
 
 def record(
@@ -42,7 +41,7 @@ def record(
     widened: bool,
     scale: float | None = None,
 ) -> Recording:
-    """Run one step and record every tensor that it computes; see `polyamp.adapter.Record`."""
+    """Run one step and record every tensor that it computes; see `polyamp.adapters.Record`."""
     run = Run(step, args, kwargs, policy, widened)
     _check_sharding(run.reach.all_of(nn.Module), widened)
     recorder = Recorder(policy, run.tracker, widened, run.changes)

@@ -48,7 +48,7 @@ from polyamp.backends.torch.unstable import (
     step_without_hooks,
 )
 from polyamp.errors import PolyampError
-from polyamp.loss_scale import LossScale
+from polyamp.scale import LossScale
 
 _REAL = frozenset({*SIXTEEN_BIT, torch.float32})
 

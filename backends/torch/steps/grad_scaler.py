@@ -26,12 +26,10 @@ from polyamp.backends.torch.steps.ranks import Overflowed, any_rank, check_proce
 from polyamp.backends.torch.steps.scaler import LossScaler, is_finite, non_finite
 from polyamp.backends.torch.steps.skipping import state_is_complete
 from polyamp.backends.torch.unstable import before_clipping, not_traced, note_step
-from polyamp.errors import InvalidValueError, UsageError, warn_once
-from polyamp.loss_scale import LossScale, LossScaleState, on_host
+from polyamp.errors import InvalidValueError, UsageError, shown, warn_once
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.result import StepResult
-from polyamp.validation import shown
+from polyamp.scale import LossScale, LossScaleState, StepResult, on_host
 
 _LOSSES_KEPT = 256  # of one step, on accelerators
 

@@ -19,7 +19,7 @@ from polyamp.backends.torch.recording.reach import is_recorded
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
 from polyamp.backends.torch.unstable import before_clipping
-from polyamp.reports import report_missing_scale
+from polyamp.policies import report_missing_scale
 
 
 def check_scaled(optimizer: WrappedOptimizer) -> None:

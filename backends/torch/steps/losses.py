@@ -27,7 +27,7 @@ from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.scaler import LossScaler
 from polyamp.backends.torch.unstable import backward_runs, is_transformed, not_traced, until_backward_ends
-from polyamp.loss_scale import LossScale, LossScaleState
+from polyamp.scale import LossScale, LossScaleState
 
 
 class Scaling(NamedTuple):

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.steps.gradients import local
 from polyamp.backends.torch.steps.refusals import bad_state
-from polyamp.errors import InvalidValueError, UnsupportedError, warn_once
-from polyamp.validation import check_master_weights
+from polyamp.errors import InvalidValueError, UnsupportedError, check_master_weights, warn_once
 
 
 class MasterWeights:

@@ -24,10 +24,8 @@ from polyamp.backends.torch.steps.step import collect, declare, step, unscale
 from polyamp.backends.torch.steps.window import Window
 from polyamp.backends.torch.steps.wrapped import Groups, WrappedOptimizer
 from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced, watch_no_sync
-from polyamp.errors import InvalidValueError
-from polyamp.loss_scale import LossScale
-from polyamp.refusals import no_optimizer, wrapped_already
-from polyamp.result import StepResult
+from polyamp.errors import InvalidValueError, no_optimizer, wrapped_already
+from polyamp.scale import LossScale, StepResult
 
 
 class LossScaledOptimizer(WrappedOptimizer):

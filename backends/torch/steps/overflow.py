@@ -26,7 +26,7 @@ from polyamp.backends.torch.steps.gradients import Gradients, dense, local
 from polyamp.backends.torch.steps.ranks import Overflowed
 from polyamp.backends.torch.steps.scaler import is_finite
 from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
-from polyamp.refusals import NONFINITE_LOSS
+from polyamp.errors import NONFINITE_LOSS
 
 SHOWN = 5  # names in a message; `overflowed` returns all of them
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from polyamp.backends.torch.unstable import flattened_shards, is_flattened
-from polyamp.errors import InvalidTypeError
-from polyamp.validation import shown
+from polyamp.errors import InvalidTypeError, shown
 
 SHOWN = 8  # ranks in a message
 BITS = 63  # ranks in one int64, so that the sum of all bits is not negative

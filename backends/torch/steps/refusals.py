@@ -8,11 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.errors import InvalidTypeError, InvalidValueError, StateError, UsageError
+from polyamp.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    StateError,
+    UsageError,
+    clipped_scaled,
+    is_number,
+    shown,
+    unscaled_loss,
+    wrong_type,
+)
 from polyamp.formats import in_single
-from polyamp.loss_scale import LossScale
-from polyamp.refusals import clipped_scaled, unscaled_loss
-from polyamp.validation import is_number, shown, wrong_type
+from polyamp.scale import LossScale
 
 
 def check_norm(max_norm: object) -> None:

@@ -13,7 +13,7 @@ from polyamp.backends.torch.steps.refusals import bad_state
 from polyamp.backends.torch.steps.scaler import LossScaler
 from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
 from polyamp.errors import warn_once
-from polyamp.loss_scale import LossScaleState
+from polyamp.scale import LossScaleState
 
 KEYS = ("state", "param_groups", "loss_scale", "master_weights")
 _OURS = ("loss_scale", "loss_scales", "master_weights")

@@ -28,11 +28,8 @@ from polyamp.backends.torch.kernels.control import (
 )
 from polyamp.backends.torch.recording.reach import is_recorded
 from polyamp.backends.torch.steps import refusals
-from polyamp.errors import InvalidTypeError
-from polyamp.loss_scale import LossScale, LossScaleState, advance, on_host
-from polyamp.loss_scale_reports import report_limits, report_nonfinite_loss
-from polyamp.refusals import no_loss, non_finite_loss
-from polyamp.validation import shown
+from polyamp.errors import InvalidTypeError, no_loss, non_finite_loss, shown
+from polyamp.scale import LossScale, LossScaleState, advance, on_host, report_limits, report_nonfinite_loss
 
 _WIDE = (torch.float32, torch.float64)
 _STACKLEVEL = 8  # of a warning: from where it is issued to the user's call

@@ -23,7 +23,7 @@ from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.gradients import Gradients
 from polyamp.backends.torch.steps.scaler import LateValues
 from polyamp.backends.torch.unstable import note_step
-from polyamp.result import StepResult
+from polyamp.scale import StepResult
 
 
 class Stepper:

@@ -38,7 +38,7 @@ from polyamp.backends.torch.steps.guards import check_scaled
 from polyamp.backends.torch.steps.operands import NO_MASTERS, Batch
 from polyamp.backends.torch.steps.scaler import LossScaler
 from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
-from polyamp.result import StepResult
+from polyamp.scale import StepResult
 
 Closure = Callable[[], Any]
 

@@ -11,11 +11,10 @@ from polyamp.backends.torch.devices import report_slow
 from polyamp.backends.torch.steps.grad_scaler import GradScaler
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.steps.refusals import named_tensors
-from polyamp.errors import warn_once
+from polyamp.errors import no_loss_scale, warn_once
 from polyamp.libraries import apex_losses, report_lost, write_apex_losses
-from polyamp.loss_scale import LossScale, LossScaleState, on_host
 from polyamp.policies import Policy
-from polyamp.refusals import no_loss_scale
+from polyamp.scale import LossScale, LossScaleState, on_host
 
 
 def wrap_optimizer(

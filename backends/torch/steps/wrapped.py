@@ -18,7 +18,7 @@ from polyamp.backends.torch.steps.ranks import has_peers, is_distributed
 from polyamp.backends.torch.steps.scaler import LossScaler
 from polyamp.backends.torch.steps.skipping import Stepper
 from polyamp.backends.torch.steps.window import State, Window
-from polyamp.result import StepResult
+from polyamp.scale import StepResult
 
 Groups = list[dict[str, Any]]
 

@@ -16,7 +16,7 @@ import pytest
 from flax import linen, nnx
 
 import polyamp
-from polyamp import registry
+from polyamp import adapters
 from polyamp.backends import jax as amp
 
 FLOAT16 = polyamp.policy("mixed_float16")
@@ -99,7 +99,7 @@ def test_float64_that_is_switched_off_is_told() -> None:
 
 @pytest.mark.parametrize("name", TREES)
 def test_every_kind_of_tree_is_found(name: str) -> None:
-    assert registry.adapter_within(TREES[name]()) is amp.adapter
+    assert adapters.adapter_within(TREES[name]()) is amp.adapter
 
 
 def test_apply_updates_keeps_dtypes_and_takes_none() -> None:

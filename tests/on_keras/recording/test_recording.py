@@ -137,21 +137,21 @@ def test_models_that_cannot_be_recorded(make: Any, args: Any, what: str) -> None
 )
 def test_facts_of_a_model(optimizer: Any, state: str) -> None:
     model = model_with(optimizer() if callable(optimizer) else optimizer, dtype="mixed_float16")
-    found = polyamp.registry.adapter_named("keras").facts(model, (), {}, F16, None)
+    found = polyamp.adapters.adapter_named("keras").facts(model, (), {}, F16, None)
     assert found.optimizer == state
     assert [name.rpartition("/")[2] for name, _ in found.layer_policies] == ["first", "head"]
     assert found.low_parameters == ()
 
 
 def test_facts_of_a_step() -> None:
-    found = polyamp.registry.adapter_named("keras").facts(model_with(), (X, Y), {}, F16, None)
+    found = polyamp.adapters.adapter_named("keras").facts(model_with(), (X, Y), {}, F16, None)
     assert {6, 8} in [set(one.sizes) for one in found.products]
     assert [(one.classes, one.rows) for one in found.losses] == [(3, 6)]
 
 
 @pytest.mark.skipif(BACKEND == "torch", reason="torch.fx does not see through Keras' layers")
 def test_explain_takes_a_model() -> None:
-    plan = polyamp.registry.adapter_named("keras").explain(model_with(), (X, Y), {}, F16)
+    plan = polyamp.adapters.adapter_named("keras").explain(model_with(), (X, Y), {}, F16)
     assert sum(one.name == "matmul" for one in plan.operations) >= 2
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import polyamp
 from polyamp.backends.tensorflow import LossScaler
-from polyamp.refusals import without_common_step
+from polyamp.errors import without_common_step
 from support.own_process import run_tests, run_together, tensorflow_workers
 
 HERE = Path(__file__).parent

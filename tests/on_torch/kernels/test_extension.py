@@ -219,7 +219,7 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pyt
 
 
 def described() -> tuple[dict[str, Any], str]:
-    found = polyamp.registry.adapter_named("torch").describe()
+    found = polyamp.adapters.adapter_named("torch").describe()
     return found["extension"], found["notes"][-1]
 
 

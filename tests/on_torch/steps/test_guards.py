@@ -559,7 +559,7 @@ def test_a_loss_that_is_not_finite_skips_its_step_and_training_goes_on(
             if is_bad:
                 assert not opt.last_step
                 assert opt.step_was_skipped is True
-                assert polyamp.refusals.NONFINITE_LOSS in opt.last_step.reason
+                assert polyamp.errors.NONFINITE_LOSS in opt.last_step.reason
                 assert opt.loss_scale == 32768.0
                 assert contents(opt) == before
             else:
@@ -664,7 +664,7 @@ def test_the_scaler_skips_the_step_of_a_loss_that_is_not_finite(bad: str, fused:
         scaler.update()
         assert bool(scaler.last_step) != is_bad
         if is_bad:
-            assert polyamp.refusals.NONFINITE_LOSS in scaler.last_step.reason
+            assert polyamp.errors.NONFINITE_LOSS in scaler.last_step.reason
             assert contents(plain) == before
     assert scaler.get_scale() == 32768.0
 

@@ -10,15 +10,107 @@ step is skipped and the scale is halved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from polyamp.errors import InvalidTypeError
+from polyamp.errors import (
+    NONFINITE_LOSS,
+    InvalidTypeError,
+    InvalidValueError,
+    LossScaleError,
+    did_you_mean,
+    is_integer,
+    is_number,
+    look_for_nonfinite,
+    non_finite_loss,
+    shown,
+    warn_once,
+)
 from polyamp.formats import FORMATS, in_single
-from polyamp.libraries import KIND, library, read, report_lost, write
-from polyamp.loss_scale_settings import checked_count, checked_real, invalid_setting, named_settings, unknown_settings
-from polyamp.validation import is_number, shown
+from polyamp.libraries import KIND, LARGEST_COUNT, OTHER_NAMES, library, read, report_lost, write
+
+# --- checks of settings -----------------------------------------------------------------------------------------------
+
+Settings = TypeVar("Settings", bound=type[Any])
+
+
+def named_settings(cls: Settings) -> Settings:
+    """Decorate a dataclass so that an unknown keyword argument is polyamp's error, which names the setting to write."""
+    made: Callable[..., None] = cls.__init__
+    names = [field.name for field in fields(cls)]
+
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        unknown = [name for name in given if name not in names]
+        if unknown:
+            raise unknown_settings(unknown, names, where=f"{cls.__name__}({unknown[0]}=)")
+        made(self, *args, **given)
+
+    cls.__init__ = init
+    return cls
+
+
+def unknown_settings(unknown: list[str], known: Iterable[str], *, where: str) -> InvalidValueError:
+    """Return the error for settings that do not exist, with a hint if other libraries have them."""
+    hint = did_you_mean(OTHER_NAMES.get(unknown[0], unknown[0]), known)
+    return InvalidValueError(
+        "unknown loss-scale setting",
+        where=where,
+        found=", ".join(unknown),
+        allowed=", ".join(known),
+        fix=f"{hint}use one of the settings above",
+    )
+
+
+def invalid_setting(name: str, found: object, allowed: str) -> InvalidValueError:
+    """Return the error for a setting outside its range."""
+    return InvalidValueError(
+        f"invalid loss-scale setting {name}",
+        where=f"LossScale({name}=...)",
+        found=repr(found),
+        allowed=allowed,
+        fix=f"give {name} a value in that range",
+    )
+
+
+def checked_real(name: str, value: object, *, above: float) -> float:
+    """Return a setting that is a finite number greater than ``above``, as a float."""
+    if not is_number(value):
+        raise InvalidTypeError(
+            f"loss-scale setting {name} is not a number",
+            where=f"LossScale({name}=...)",
+            found=shown(value),
+            allowed="a Python int or float",
+            fix="pass a plain number",
+        )
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond the range of float64, too long to print
+        value = number = math.inf
+    if not (math.isfinite(number) and number > above):
+        raise invalid_setting(name, value, f"a finite number greater than {above:g}")
+    return number
+
+
+def checked_count(name: str, value: object) -> int:
+    """Return a setting that is a number of steps."""
+    if not is_integer(value):
+        raise InvalidTypeError(
+            f"loss-scale setting {name} is not an integer",
+            where=f"LossScale({name}=...)",
+            found=shown(value),
+            allowed="a Python int",
+            fix="pass a whole number of steps",
+        )
+    if not 1 <= value <= LARGEST_COUNT:
+        raise invalid_setting(name, value, "an integer between 1 and 2**31 - 1: counters are int32")
+    return value
+
+
+# --- settings, state and rule -----------------------------------------------------------------------------------------
 
 FLOAT32 = FORMATS["float32"]
 
@@ -400,3 +492,143 @@ def advance(
 def on_host(state: LossScaleState) -> LossScaleState:
     """Return the same state as Python numbers, with one device-to-host copy per field that is on a device."""
     return LossScaleState(*(kind(value) for kind, value in zip(TYPES, state, strict=True)))
+
+
+# --- the result of a step ---------------------------------------------------------------------------------------------
+
+
+class StepResult:
+    """A step's result: whether it was applied, and the loss scale after it. It is true if the step was applied.
+
+    Creating a result costs no host sync; the first access to a property does. Inside a traced function (``jax.jit``,
+    ``tf.function``) the properties are the traced values themselves.
+
+    >>> from polyamp import LossScale, advance
+    >>> config = LossScale()
+    >>> result = StepResult(advance(config, config.initial_state(), False))
+    >>> bool(result), result.scale, result.skipped_in_a_row, result.reason
+    (False, 32768.0, 1, 'gradients were not finite')
+
+    Args:
+        state: the loss-scale state after the step.
+        applied: whether this optimizer's step was applied, if other optimizers share its loss scale; a scalar like
+            those of ``state``. None takes the answer from the state.
+        explain: returns more about a skipped step, for `reason`; called on access.
+    """
+
+    __slots__ = ("_applied", "_explain", "_state")
+
+    def __init__(self, state: LossScaleState, applied: Any = None, explain: Callable[[], str] | None = None) -> None:
+        self._state = state
+        self._applied = applied
+        self._explain = explain
+
+    @property
+    def flag(self) -> Any:
+        """Whether the step was applied, without a host sync: a bool, or a scalar on the device.
+
+        >>> from polyamp import LossScale
+        >>> StepResult(LossScale().initial_state()).flag
+        True
+        """
+        # `< 1`, since `== 0` would compare objects in a TensorFlow 1 graph
+        return self._state.skipped_in_a_row < 1 if self._applied is None else self._applied
+
+    @property
+    def applied(self) -> Any:
+        """Whether parameters and optimizer state were updated; a bool."""
+        return _look(self.flag, bool)
+
+    @property
+    def scale(self) -> Any:
+        """The loss scale after the step, for the next loss; a float."""
+        return _look(self._state.scale, float)
+
+    @property
+    def skipped_in_a_row(self) -> Any:
+        """The number of steps skipped since the last applied one; an int."""
+        return _look(self._state.skipped_in_a_row, int)
+
+    @property
+    def reason(self) -> str:
+        """The reason why the step was skipped; empty if it was applied."""
+        if self:
+            return ""
+        more = self._explain() if self._explain else ""
+        if more.startswith(NONFINITE_LOSS):
+            return more
+        return f"gradients were not finite: {more}" if more else "gradients were not finite"
+
+    def __bool__(self) -> bool:
+        return bool(self.flag)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepResult, (
+            self._state,
+            self._applied,
+        )  # no explanation: a copy does not have the gradients
+
+    def __repr__(self) -> str:
+        return f"StepResult(applied={self.applied}, scale={self.scale}, skipped_in_a_row={self.skipped_in_a_row})"
+
+
+def _look(value: Any, convert: Callable[[Any], Any]) -> Any:
+    try:
+        return convert(value)
+    except TypeError:  # every framework raises TypeError for a traced value, which has no number yet
+        return value
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+def report_nonfinite_loss(
+    config: LossScale,
+    *,
+    compute: str | None = None,
+    where: str = "scaling the loss",
+    found: object = "inf or NaN",
+    stacklevel: int = 3,
+) -> None:
+    """Warn once, or raise, if a loss was inf or NaN before scaling. Its step is skipped like any overflow."""
+    if config.nonfinite_loss == "raise":
+        raise non_finite_loss(found, where=where, compute=compute)
+    warn_once(
+        f"{NONFINITE_LOSS}. The step is skipped. What to do: {look_for_nonfinite(compute)}.", stacklevel=stacklevel + 1
+    )
+
+
+def report_limits(config: LossScale, state: LossScaleState, explain: Callable[[], str] | None = None) -> None:
+    """Warn or raise if a state on the host shows that lowering the scale can no longer help."""
+    # Adapters call this whenever the state is on the host anyway, so it never causes a sync.
+    skips = state.skipped_in_a_row
+    if config.max_skips is not None and skips >= config.max_skips:
+        raise LossScaleError(
+            f"{skips} steps in a row were skipped because gradients were not finite",
+            where=f"loss scale {state.scale:g}",
+            found=explain and explain(),
+            allowed=f"fewer than max_skips = {config.max_skips}",
+            fix=_FIX,
+        )
+    if config.on_min == "ignore" or not config.dynamic or skips == 0 or state.scale > config.min:
+        return
+    if state.hysteresis >= 0:  # this overflow was tolerated, or only moved the scale to its minimum
+        return
+    if config.on_min == "raise":
+        raise LossScaleError(
+            "gradients overflow although the loss scale is at its minimum",
+            where=f"after {skips} skipped steps in a row",
+            found=f"loss scale {state.scale:g}" + (f"; {explain()}" if explain else ""),
+            allowed=f"more than min = {config.min:g}",
+            fix=_FIX,
+        )
+    warn_once(
+        f"the loss scale is at its minimum, {config.min:g}, and gradients still overflow: steps are being skipped. "
+        "Look for inf or NaN in the forward pass, or set a smaller LossScale(min=...)."
+    )
+
+
+_FIX = (
+    "look for inf or NaN in the forward pass, where a smaller scale cannot help; where the loss was finite, look "
+    "at the backward pass, run what overflows in float32 (a rule), or allow a smaller LossScale(min=...)"
+)

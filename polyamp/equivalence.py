@@ -15,12 +15,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from polyamp import registry
+from polyamp import adapters
+from polyamp.comparison import FIRST_LOOK, Better, Comparison, Parity, Question, Run, student
 from polyamp.diagnosis.health import health
 from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.diagnosis.progress import Progress, progressing
-from polyamp.equivalence.report import Better, Comparison, Parity, Question, Run
-from polyamp.equivalence.statistics import FIRST_LOOK, student
 from polyamp.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -29,14 +28,20 @@ from polyamp.errors import (
     PolyampError,
     PolyampWarning,
     UsageError,
+    as_number,
+    check_arguments,
+    check_count,
+    check_range,
+    is_integer,
+    is_number,
+    shown,
     warn_once,
 )
 from polyamp.formats import format_of
-from polyamp.loss_scale import LossScale
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import finite
-from polyamp.validation import as_number, check_arguments, check_count, check_range, is_integer, is_number, shown
+from polyamp.scale import LossScale
 
 FLOAT32 = make_policy("float32")
 Key = tuple[str, str, int]  # of a kept run: the training function, the policy and the seed
@@ -345,7 +350,7 @@ def _caller(train: Callable[..., Any]) -> Callable[[Policy, int], Any]:
 def _parts(made: Any) -> tuple[dict[str, float], Any]:
     """Return the metrics by name, and the optimizer if there is one."""
     found, holder = made, None
-    if isinstance(made, tuple) and len(made) == 2 and _number(made[1]) is None and registry.adapter_within(made[1]):
+    if isinstance(made, tuple) and len(made) == 2 and _number(made[1]) is None and adapters.adapter_within(made[1]):
         found, holder = made
     named = found if isinstance(found, Mapping) else {"value": found}
     metrics = {str(name): number for name, value in named.items() if (number := _number(value)) is not None}

@@ -1,0 +1,523 @@
+"""The interface between the core and a framework.
+
+An adapter is one object, registered in the entry-point group ``polyamp.backends``. It must have everything in
+`Adapter`, and offers each other verb of `FullAdapter` by having an attribute of that name. Any class with these methods
+is an adapter. The adapters of polyamp are tables of verbs instead::
+
+    adapter = AdapterTable(
+        "torch",
+        OPERATIONS,
+        owns=(torch.Tensor, torch.nn.Module),
+        verbs={"cast": cast, "record": "polyamp.backends.torch.recording.record:record", ...},
+    )
+
+`polyamp.testing.Conformance` tests all of it, in both forms.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from importlib import import_module
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar, runtime_checkable
+
+from polyamp.errors import (
+    InvalidTypeError,
+    PolyampError,
+    UnsupportedError,
+    check_options,
+    did_you_mean,
+    kind_of,
+    missing,
+)
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from polyamp.diagnosis.facts import Facts
+    from polyamp.diagnosis.recording import Recording
+    from polyamp.plan import Plan
+    from polyamp.policies import Policy
+    from polyamp.scale import LossScale, LossScaleState
+
+
+# --- what an adapter is -----------------------------------------------------------------------------------------------
+
+UPDATE_SCOPE = "polyamp_update"
+"""The name scope of unscaling, clipping and the optimizer's arithmetic. A rewrite leaves them as written.
+
+>>> f"train/{UPDATE_SCOPE}/adam/mul".split("/")
+['train', 'polyamp_update', 'adam', 'mul']
+"""
+
+FINITE = "polyamp_finite"
+"""The name of the scalar boolean that decides whether a step is applied."""
+
+
+@runtime_checkable
+class Adapter(Protocol):
+    """Everything that a framework's adapter must have."""
+
+    name: str  # the framework's name, as in ``backend="torch"``
+    # the framework's operation names, each with its canonical name in `polyamp.operations`
+    operations: Mapping[str, str]
+
+    def owns(self, obj: object) -> bool:
+        """Return whether ``obj`` belongs to this framework although the module of its type does not show it."""
+
+    def describe(self) -> dict[str, Any]:
+        """Return what ``polyamp doctor`` prints, as JSON: ``version``, ``devices`` (name, fast formats), ``notes``."""
+
+    def cast(self, tree: Tree, format_name: str, /) -> Tree:
+        """Return ``tree`` with its floating-point arrays in ``format_name`` and everything else unchanged."""
+
+    def wrap_optimizer(
+        self, optimizer: Any, policy: Policy, *, loss_scale: LossScale, max_grad_norm: float | None, **options: Any
+    ) -> Any:
+        """Return an optimizer of the same kind that unscales, checks, clips, updates or skips, then advances the scale.
+
+        Options are keyword-only parameters: `polyamp.wrap_optimizer` refuses any other option.
+
+        Raises:
+            InvalidTypeError: ``optimizer`` is not an optimizer of this framework.
+            UsageError: it is wrapped already.
+        """
+
+    def scale_loss(self, loss: Tree, holder: Any) -> Tree:
+        """Return ``loss`` in float32 times the loss scale of ``holder`` (a wrapped optimizer, or its state)."""
+
+    def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
+        """Return the settings of ``holder`` and its state as Python numbers. Waits if the state is on a device.
+
+        Raises:
+            PolyampError: ``holder`` has no loss scale, or several.
+        """
+
+    def load_loss_scale(self, holder: Tree, saved: Any) -> Tree:
+        """Return ``holder`` with the saved state: the same object if it is mutable, else a new one."""
+
+
+class FullAdapter(Adapter, Protocol):
+    """Everything that an adapter may offer: each method below is an optional verb."""
+
+    # An adapter offers a verb by having an attribute of that name. Options are keyword-only parameters, as in
+    # `Adapter.wrap_optimizer`; others are refused before the call.
+
+    # For a framework with ambient autocast: operations are cast while a context is active.
+    def autocast_context(self, policy: Policy) -> AbstractContextManager[Any]:
+        """Return a new context in which operations run under ``policy``, on every device."""
+
+    # For a framework whose compiler traces the Python code that enters a region.
+    def traced_context(self, policy: Policy) -> AbstractContextManager[Any] | None:
+        """Return a context that the compiler can trace if it is tracing the caller now; None otherwise."""
+
+    # For a framework that transforms functions instead of running them in a context.
+    def autocast_function(self, fn: Callable[..., Any], policy: Policy | None, **options: Any) -> Callable[..., Any]:
+        """Return ``fn`` with its operations run under ``policy`` (None: the current policy at the call)."""
+
+    # For a framework whose functions or models can be traced and decided operation by operation.
+    def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any) -> Any:
+        """Return a replacement for ``fn`` with a ``plan``. The arguments are examples and may be missing."""
+
+    # For a framework that can plan a function without running it.
+    def explain(
+        self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any
+    ) -> Plan:
+        """Return the plan of ``fn`` for these arguments. A framework with ambient autocast has an option ``engine``."""
+
+    # For a framework whose models store their precision.
+    def convert(self, model: Tree, policy: Policy) -> Tree:
+        """Return ``model`` itself, with its parameters or layers set to ``policy``."""
+
+    # For a framework that differentiates functions.
+    def value_and_grad(
+        self, fun: Callable[..., Any], policy: Policy | None, has_aux: bool, *, argnums: int | Sequence[int] = 0
+    ) -> Callable[..., Any]:
+        """Return a function of ``(opt_state, params, *args)`` that returns the unscaled loss and scaled gradients."""
+
+    # For a framework that writes more than `LossScale.to_state_dict` does: several losses.
+    def save_loss_scale(self, holder: Any, *, like: str | None = None) -> dict[str, Any]:
+        """Return the loss-scale state of ``holder`` in the form of `LossScale.to_state_dict`."""
+
+    # For a framework whose optimizer states are values: each step returns a new one.
+    def holds_loss_scale(self, tree: Any) -> bool:
+        """Return whether the state of a wrapped optimizer is in the tree."""
+
+    # For a framework that shards parameters by module, and gathers them in a format of its own.
+    def fsdp_policy(self, policy: Policy, *, reduce: str, output: str, cast_forward_inputs: bool) -> Any:
+        """Return the framework's object for `Policy.to_fsdp`. ``reduce`` and ``output`` are names of formats."""
+
+    # For a framework whose ambient autocast other frameworks may run in.
+    def is_lowering(self) -> bool:
+        """Return whether operations that run now are lowered."""
+
+    # For a framework whose steps can be recorded, tensor by tensor.
+    def record(
+        self,
+        step: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        policy: Policy,
+        *,
+        widened: bool,
+        scale: float | None = None,
+    ) -> Recording:
+        """Run ``step`` once, forward and backward, and record it. Nothing is changed.
+
+        Args:
+            step: a function that returns a loss, which is then differentiated; or a training step, recorded up to its
+                update.
+            args, kwargs: its arguments.
+            policy: the policy it runs under.
+            widened: compute the policy's 16-bit work in float32, so that nothing overflows or is lost.
+            scale: the factor that multiplies the loss; None keeps the step's own.
+        """
+
+    # For a framework that can report facts about a step before it runs.
+    def facts(
+        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any
+    ) -> Facts:
+        """Collect the facts that `polyamp.lint` judges. Runs no step and changes nothing.
+
+        Args:
+            target: a step, a loss function or a model.
+            args, kwargs: its arguments; without them, everything that needs a trace is left out.
+            policy: the policy it will train under.
+            optimizer: the optimizer it is trained with; None if none was passed.
+        """
+
+
+class AdapterTable:
+    """An adapter as a table: the name of each verb, and the function that does it.
+
+    >>> table = AdapterTable("mine", {}, owns=complex, verbs={"describe": dict, "record": "polyamp.report:plural"})
+    >>> table.owns(1j), table.describe(), table.record(2, "step"), hasattr(table, "rewrite")
+    (True, {}, '2 steps', False)
+
+    Args:
+        name: the framework's name, as in ``backend="torch"``.
+        operations: the framework's operation names, each with its canonical name in `polyamp.operations`.
+        owns: the types of the framework's objects, or a function that returns whether an object is the framework's.
+        verbs: for each verb the function; or, if training does not need it, ``"module:function"``, which is imported
+            when it is first called.
+        instead: for verbs that the framework does not have, the advice in the error.
+        runs_on: the name of the framework that this one runs on.
+        rewrites_unseen: whether ``rewrite`` needs no example arguments.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        operations: Mapping[str, str],
+        *,
+        owns: type | tuple[type, ...] | Callable[[object], bool],
+        verbs: Mapping[str, Callable[..., Any] | str],
+        instead: Mapping[str, str] | None = None,
+        runs_on: str | None = None,
+        rewrites_unseen: bool = False,
+    ) -> None:
+        self.name = name
+        self.operations = operations
+        self.owns = (lambda obj: isinstance(obj, owns)) if isinstance(owns, type | tuple) else owns
+        self.instead = instead or {}
+        self.runs_on = runs_on
+        self.rewrites_unseen = rewrites_unseen
+        for verb, function in verbs.items():
+            setattr(self, verb, Later(function) if isinstance(function, str) else function)
+
+    def __repr__(self) -> str:
+        return f"<polyamp adapter {self.name}>"
+
+
+class Later:
+    """A function that is imported when it is first called or inspected.
+
+    >>> import inspect
+    >>> plural = Later("polyamp.report:plural")
+    >>> plural(2, "cast"), list(inspect.signature(plural).parameters)
+    ('2 casts', ['count', 'noun', 'ending'])
+
+    Args:
+        place: its module and its name, as in an entry point: ``"package.module:function"``.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self._function: Callable[..., Any] | None = None
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """Return the function itself; `inspect.signature` reads it here."""
+        if self._function is None:
+            module, _, name = self.place.partition(":")
+            self._function = getattr(import_module(module), name)
+        return self._function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__wrapped__(*args, **kwargs)
+
+
+# --- how an object finds its adapter ----------------------------------------------------------------------------------
+
+Tree = TypeVar("Tree")
+
+
+GROUP = "polyamp.backends"
+UNREGISTERED = "polyamp's adapters are found by entry points, and none is registered: polyamp is not installed"
+INSTALL = "pip install -e . in polyamp's checkout, with --no-deps --no-build-isolation without a network"
+
+# Plain dicts: functools.cache breaks torch.compile(fullgraph=True).
+_entries: dict[str, EntryPoint] = {}
+_adapters: dict[str, Adapter] = {}
+
+
+def entries() -> dict[str, EntryPoint]:
+    """Return the entry points by import root (``torch``, ``jax``, ``optax``, ...), scanned at first use."""
+    if not _entries:
+        from importlib.metadata import entry_points
+
+        for entry in entry_points(group=GROUP):
+            claimed = _entries.setdefault(entry.name, entry)
+            if claimed.value != entry.value:
+                _entries.clear()
+                raise PolyampError(
+                    "two adapters for the same framework",
+                    where=f"entry-point group {GROUP!r}, name {entry.name!r}",
+                    found=f"{claimed.value} and {entry.value}",
+                    allowed="one",
+                    fix="uninstall one of the two packages",
+                )
+    return _entries
+
+
+def names() -> list[str]:
+    """Return the adapters' names: ``["jax", "keras", "tensorflow", "torch"]`` without third-party adapters."""
+    return sorted({_backend_of(entry) for entry in entries().values()})
+
+
+def adapter_named(name: str) -> Adapter:
+    """Load an adapter by its framework's name or one of its import roots."""
+    entry = entries().get(name)
+    if entry is None:
+        raise InvalidTypeError(
+            "no adapter of that name",
+            where="backend=",
+            found=repr(name),
+            **_choice(
+                names(),
+                fix=f"{did_you_mean(str(name), names())}use one of the names above, or install the package that has "
+                "the adapter",
+            ),
+        )
+    return _load(entry)
+
+
+def adapter_of(obj: object) -> Adapter | None:
+    """Return the adapter of ``obj``: by the import roots of its type's bases, else by asking the loaded adapters."""
+    return _by_root(obj) or _by_asking(obj)
+
+
+def adapter_within(*objects: object) -> Adapter | None:
+    """Return the adapter of the first object in or under ``objects`` that has one; None for plain values only."""
+    return next(iter(adapters_within(*objects)), None)
+
+
+def adapters_within(*objects: object) -> list[Adapter]:
+    """Return the adapters of all objects in or under ``objects``: by the types' modules, else by asking adapters."""
+    leaves = list(_walk(objects))
+    if found := _found(leaves):
+        return found
+    strangers = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
+    if strangers:
+        raise no_adapter(strangers[0], where="the tree")
+    return []
+
+
+def adapter_offering(name: str, *objects: object) -> Adapter | None:
+    """Find the adapter that offers the verb ``name`` for these objects."""
+    # Plain values and NumPy arrays do not show their framework, although some frameworks accept them. Tried in order:
+    # the objects' types; the framework that a function's code names; an adapter that owns one of the objects; the only
+    # loaded adapter that offers the verb. If none of them offers it, return the first adapter found, or None.
+    leaves = list(_walk(objects))
+    typed, found = _found(leaves, _by_root), _found(leaves)
+    named = next(filter(None, (adapter_named_in(name, leaf) for leaf in leaves)), None)
+    candidates = [*typed, *filter(None, [named]), *found]
+    if offering := [adapter for adapter in candidates if hasattr(adapter, name)]:
+        return offering[0]
+    others = [adapter for adapter in loaded() if hasattr(adapter, name)]
+    return others[0] if len(others) == 1 else next(iter(found), None)
+
+
+def adapter_named_in(name: str, fn: object) -> Adapter | None:
+    """Return the adapter with the verb ``name`` whose framework a function's code uses; None if there are several."""
+    roots = {root for obj in _named_in(fn) for root in _roots_of(obj)}
+    adapters = {_load(entries()[root]) for root in roots & entries().keys()}
+    under = {getattr(adapter, "runs_on", None) for adapter in adapters}
+    offering = [adapter for adapter in adapters if hasattr(adapter, name)]
+    if len(offering) > 1:  # prefer the framework that another runs on: its code may name the other's models
+        offering = [adapter for adapter in offering if adapter.name in under] or offering
+    return offering[0] if len(offering) == 1 else None
+
+
+def _named_in(fn: object) -> Iterator[object]:
+    """Yield the globals and captured values that a function's code, and functions inside it, use."""
+    plain = inspect.unwrap(getattr(fn, "__func__", fn)) if callable(fn) else fn
+    if not isinstance(plain, FunctionType):
+        return
+    for cell in plain.__closure__ or ():
+        with suppress(ValueError):  # not filled yet
+            yield cell.cell_contents
+    codes = [plain.__code__]
+    for code in codes:
+        codes.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))
+        yield from (plain.__globals__[used] for used in code.co_names if used in plain.__globals__)
+
+
+def _roots_of(obj: object) -> Iterator[str]:
+    """Yield the import roots of a module, of the module that defines an object, and of the object's type."""
+    defined = obj.__name__ if isinstance(obj, ModuleType) else getattr(obj, "__module__", None)
+    if isinstance(defined, str):
+        yield defined.partition(".")[0]
+    yield from _roots(type(obj))
+
+
+def _found(leaves: list[object], *ways: Callable[[object], Adapter | None]) -> list[Adapter]:
+    """Return the adapters of these objects, from the first way that finds any."""
+    for find in ways or (_by_root, _by_asking):
+        found = {adapter.name: adapter for adapter in map(find, leaves) if adapter is not None}
+        if found:
+            return list(found.values())
+    return []
+
+
+def _by_root(obj: object) -> Adapter | None:
+    return next((_load(entries()[root]) for root in _roots(type(obj)) if root in entries()), None)
+
+
+def _by_asking(obj: object) -> Adapter | None:
+    return next((adapter for adapter in loaded() if adapter.owns(obj)), None)
+
+
+def loaded() -> list[Adapter]:
+    """Return the adapters of the frameworks that this process has imported."""
+    present = {entry.value: entry for root, entry in entries().items() if sys.modules.get(root) is not None}
+    return [_adapters.get(value) or _load(entry) for value, entry in present.items()]
+
+
+def in_use() -> Iterable[Adapter]:
+    """Return the adapters that were loaded so far. Loads none, so that a compiler can trace it."""
+    return _adapters.values()
+
+
+def no_adapter(obj: object, *, where: str) -> InvalidTypeError:
+    """Return the error for an object that no adapter knows."""
+    return InvalidTypeError(
+        "no adapter knows this object",
+        where=where,
+        found=kind_of(obj),
+        **_choice(
+            sorted(entries()), kind="objects of ", fix='pass one of those, or name the framework: backend="torch"'
+        ),
+    )
+
+
+def unregistered(*, where: str) -> UnsupportedError:
+    """Return the error for a polyamp that is imported but not installed, and so would silently do nothing."""
+    return UnsupportedError("no adapter is registered", where=where, found="no entry points", **_choice([], fix=""))
+
+
+def _choice(known: list[str], *, kind: str = "", fix: str) -> dict[str, str]:
+    """Return the ``allowed`` and ``fix`` of an error: the known names, or how to install polyamp if there are none."""
+    return {"allowed": kind + ", ".join(known), "fix": fix} if known else {"allowed": UNREGISTERED, "fix": INSTALL}
+
+
+def _load(entry: EntryPoint) -> Adapter:
+    if entry.value not in _adapters:
+        backend = _backend_of(entry)
+        try:
+            _adapters[entry.value] = entry.load()
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.startswith("polyamp"):
+                raise
+            raise missing(error.name, extra=backend) from error
+    return _adapters[entry.value]
+
+
+def _backend_of(entry: EntryPoint) -> str:
+    module = entry.value.partition(":")[0]
+    return module.removeprefix("polyamp.backends.") if module.startswith("polyamp.backends.") else entry.name
+
+
+def _roots(kind: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        parts = base.__module__.split(".")
+        yield parts[2] if parts[:2] == ["polyamp", "backends"] and len(parts) > 2 else parts[0]
+
+
+def _walk(objects: Iterable[object], within: tuple[int, ...] = ()) -> Iterator[object]:
+    """Yield each object, then the contents of containers; never the same object twice on one path down."""
+    for obj in objects:
+        yield obj
+        if id(obj) not in within:
+            yield from _walk(_parts_of(obj), (*within, id(obj)))
+
+
+def _parts_of(obj: object) -> Iterable[object]:
+    """Return the contents of a container, or the fields of a dataclass or an attrs class."""
+    if isinstance(obj, str | bytes | type):
+        return ()
+    if isinstance(obj, Mapping):
+        return tuple(obj.values())
+    if isinstance(obj, list | tuple | set | frozenset | deque | UserList):
+        return tuple(obj)
+    fields: Any = getattr(type(obj), "__dataclass_fields__", ()) or getattr(type(obj), "__attrs_attrs__", ())
+    names = [field if isinstance(field, str) else field.name for field in fields]
+    held = {**getattr(obj, "__dict__", {}), **{name: getattr(obj, name, None) for name in names}}
+    return tuple(held.values()) if names or isinstance(obj, SimpleNamespace) else ()
+
+
+# --- the way from a verb to an adapter --------------------------------------------------------------------------------
+
+OPTIONAL = tuple(name for name in vars(FullAdapter) if not name.startswith("_"))
+"""The names of the optional verbs."""
+
+
+def offers(adapter: object, verb: str) -> TypeGuard[FullAdapter]:
+    """Return whether an adapter has an optional verb."""
+    return hasattr(adapter, verb)
+
+
+def having(adapter: Adapter, verb: str, options: Mapping[str, Any] | None = None) -> FullAdapter:
+    """Return an adapter as one that has an optional verb with these options; refuse one that does not."""
+    if not offers(adapter, verb):
+        others = sorted({other.name for other in loaded() if offers(other, verb)})
+        raise UnsupportedError(
+            f"the {adapter.name} adapter has no {verb}",
+            where=f"polyamp on {adapter.name} objects",
+            found=adapter.name,
+            allowed=f"among the loaded frameworks: {', '.join(others) or 'none'}",
+            fix=getattr(adapter, "instead", {}).get(verb, "see docs/frameworks.md for what each framework offers"),
+        )
+    if options:
+        check_options(getattr(adapter, verb), options, where=f"{verb}(function) of {adapter.name}")
+    return adapter
+
+
+def adapter_for(backend: str | None, obj: Any, *, where: str) -> Adapter:
+    """Return the named adapter, or else the adapter of the first object in or under ``obj`` that has one."""
+    found = adapter_within(obj) if backend is None else adapter_named(backend)
+    if found is None:
+        raise no_adapter(obj, where=where)
+    return found
+
+
+def offering(
+    verb: str, backend: str | None, objects: Any, options: Mapping[str, Any] | None = None, *, where: str
+) -> FullAdapter:
+    """Return the named adapter, or else one that has the verb: from the objects, or the only loaded one that has it."""
+    found = adapter_offering(verb, objects) if backend is None else None
+    return having(adapter_for(backend, objects, where=where) if found is None else found, verb, options)

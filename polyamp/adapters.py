@@ -38,7 +38,7 @@ from polyamp.errors import (
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from polyamp.diagnosis.facts import Facts
+    from polyamp.diagnosis.lint import Facts
     from polyamp.diagnosis.recording import Recording
     from polyamp.plan import Plan
     from polyamp.policies import Policy

@@ -18,7 +18,7 @@ from polyamp.backends.jax.scaling import Scaling, scaling_of
 from polyamp.backends.jax.steps import gradients
 from polyamp.backends.jax.steps.state import LossScaleOptState, holds_state
 from polyamp.backends.jax.steps.step import Step
-from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
+from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan
@@ -35,7 +35,6 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     return Facts(
         "jax",
         policy,
-        plan,
         _optimizer(optimizer, holder),
         tuple(_low_parameters(args[0] if args else target)),
         _has_masters(optimizer, holder),

@@ -23,7 +23,7 @@ from polyamp.backends.keras.casting import is_sixteen_bit
 from polyamp.backends.keras.layers import amended, own_policy, remaining_policy
 from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.unstable import all_layers, build_loss, variable_path
-from polyamp.diagnosis.facts import Facts, OptimizerState
+from polyamp.diagnosis.lint import Facts, OptimizerState
 from polyamp.diagnosis.recording import Recording
 from polyamp.errors import InvalidTypeError, UsageError
 from polyamp.flow import AS_WRITTEN
@@ -175,8 +175,6 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     if args:
         step = step_of(target, args, kwargs)
         known = verb(step.function, step.args, {}, remaining_policy(target, policy), None)
-        if own_policy(target) is not None and known.plan:  # the layers use their own policies
-            known = replace(known, plan=own_plan(known.plan, policy))
     layers = (layer for layer in all_layers(target) if not isinstance(layer, keras.Model))
     return replace(
         known,

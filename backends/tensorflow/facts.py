@@ -15,11 +15,10 @@ from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.functions import decided_for
 from polyamp.backends.tensorflow.graphs.graph import Graph, Node, Places
 from polyamp.backends.tensorflow.graphs.parts import backward_pass, is_gradient
-from polyamp.backends.tensorflow.graphs.planning import plan_of
 from polyamp.backends.tensorflow.graphs.scaling import SCALES, scaling_of
 from polyamp.backends.tensorflow.recording.values import name_of, plain_function
 from polyamp.backends.tensorflow.steps.scaler import LossScaler
-from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
+from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.policies import Policy
 
 _LOW = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16)}
@@ -42,7 +41,6 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     seen, scaling = list(_seen(decisions, Places(concrete.graph))), scaling_of(decisions, concrete.graph)
     return replace(
         known,
-        plan=plan_of(decisions, concrete.graph),
         optimizer=_state_of(optimizer, variables),
         low_parameters=_low([*kept, *variables]),
         casts=tuple(cast for one in seen for cast in _casts(one)),

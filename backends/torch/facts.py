@@ -13,7 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.graphs.explain import captured_plan
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import Watcher, operator_of
 from polyamp.backends.torch.recording.reach import Reach, names_of
@@ -22,9 +21,7 @@ from polyamp.backends.torch.recording.widening import tensors
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.tracking import Tracker
 from polyamp.backends.torch.user_code import calling_line
-from polyamp.diagnosis.facts import ClassLoss, Facts, OptimizerState, Product, UserCast
-from polyamp.errors import PolyampError
-from polyamp.plan import Plan
+from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.policies import Policy
 
 
@@ -33,11 +30,10 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     # With arguments the target runs once, in float32, and its effects are undone.
     reach = Reach(optimizer, target, args, dict(kwargs))
     low = [param for param in dict.fromkeys(reach.parameters()) if param.dtype in SIXTEEN_BIT]
-    survey, differentiates = _surveyed(target, args, kwargs, policy)
+    survey = _surveyed(target, args, kwargs, policy)
     return Facts(
         "torch",
         policy,
-        None if differentiates else _plan(target, args, kwargs, policy),
         optimizer=_state_of(optimizer, reach),
         low_parameters=tuple(names_of(reach.modules(), low).values()),
         has_masters=any(one.masters is not None for one in reach.all_of(LossScaledOptimizer)),
@@ -57,16 +53,6 @@ def _state_of(optimizer: Any, reach: Reach) -> OptimizerState:
     return "plain" if known or optimizer is not None else ""
 
 
-def _plan(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan | None:
-    """Return the plan, or None if the code cannot be captured."""
-    if not _takes(target, args, kwargs):
-        return None
-    try:
-        return captured_plan(target, args, kwargs, policy)
-    except PolyampError:
-        return None
-
-
 def _takes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether the target accepts these arguments; lint also accepts a bare model without them."""
     if args or kwargs:
@@ -79,14 +65,14 @@ def _takes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> boo
     return True
 
 
-def _surveyed(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> tuple[Survey, bool]:
-    """Return the survey of a run, and whether the target computes gradients itself. It is empty if there was no run."""
+def _surveyed(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Survey:
+    """Return the survey of a run; empty if there was no run."""
     run = Run(target, args, kwargs, policy, True)
     survey = Survey(run.tracker, run.changes)
     if _takes(target, args, kwargs):
         with run.undone():
             run.forward(survey.entered(), lambda leaf, grad: None)
-    return survey, run.differentiates
+    return survey
 
 
 class Survey(Watcher):  # type: ignore[no-untyped-call]

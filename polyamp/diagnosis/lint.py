@@ -7,18 +7,16 @@ nothing, a policy under which nothing is lowered, and a device without units for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from polyamp.adapters import offering
-from polyamp.diagnosis.facts import Facts
 from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.errors import check_count
 from polyamp.flow import AS_WRITTEN
 from polyamp.formats import format_of
-from polyamp.operations import OPERATIONS
-from polyamp.plan import PlannedOperation
 from polyamp.policies import Policy
 from polyamp.report import Report, plural
 
@@ -32,6 +30,56 @@ Source: NVIDIA, Deep Learning Performance: Matrix Multiplication.
 
 STUCK_MASS = 0.3
 """The total probability on wrong classes that must not be stuck; see `stuck_mass`."""
+
+
+OptimizerState = Literal["", "plain", "wrapped", "native scaler"]
+
+
+class UserCast(NamedTuple):
+    """A cast that the user's own code makes to or from 16 bits."""
+
+    where: str  # module or scope path, or source line, if known
+    native: str  # the cast in the framework's words: ``Tensor.half``, ``astype``, ``tf.cast``
+    format: str  # the target format
+
+
+class Product(NamedTuple):
+    """A matrix product or a convolution."""
+
+    where: str  # module or scope path
+    name: str  # canonical operation
+    format: str  # the format that the plan runs it in
+    # its dimensions that should be a multiple of a Tensor Core tile: rows, columns and the contracted dimension of a
+    # product; input and output channels of a convolution
+    sizes: tuple[int, ...]
+
+
+class ClassLoss(NamedTuple):
+    """A softmax or cross-entropy over many classes."""
+
+    where: str  # module or scope path
+    classes: int  # number of classes, such as words of a vocabulary
+    rows: int  # number of rows (tokens, examples) that the loss is divided by in one call
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts that an adapter knows about a step or model under a policy, without running it."""
+
+    framework: str  # the adapter's name
+    policy: Policy  # the policy in question
+    # the kind of the optimizer: "" if none was passed, "plain", polyamp's ("wrapped"), or scaled by the framework
+    # itself ("native scaler")
+    optimizer: OptimizerState = ""
+    low_parameters: tuple[str, ...] = ()  # names of parameters stored in 16 bits
+    has_masters: bool = False  # whether the optimizer keeps float32 copies of those
+    # for Keras, the layers whose own policy computes in float16, each with that policy's name
+    layer_policies: tuple[tuple[str, str], ...] = ()
+    casts: tuple[UserCast, ...] = ()  # the user's own casts to or from 16 bits
+    products: tuple[Product, ...] = ()  # matrix products and convolutions
+    losses: tuple[ClassLoss, ...] = ()  # softmaxes and cross-entropies, with their numbers of classes and rows
+    unscaled: tuple[str, ...] = ()  # places of updates that unscale the gradients of a loss that was never scaled
+    clipped: tuple[str, ...] = ()  # places where gradients are clipped while they are scaled
 
 
 class Finding(NamedTuple):
@@ -153,58 +201,46 @@ def lint(
     return judge(replace(facts, losses=tuple(losses)))
 
 
+class Check(NamedTuple):
+    """One check: what it looks for, and the texts of a finding, with fields for `str.format`."""
+
+    severity: Severity
+    find: Callable[[Facts], Iterable[Fault]]
+    what: str
+    fix: str
+
+
+class Fault(NamedTuple):
+    """One thing that a check found."""
+
+    places: Iterable[str]
+    values: Mapping[str, Any]  # for the texts of the check
+
+
 def judge(facts: Facts) -> Findings:
     """Apply every check to the facts about a step."""
-    each = ((code, severity, fault) for code, (severity, check) in CHECKS.items() for fault in check(facts))
-    found = tuple(Finding(code, severity, *fault) for code, severity, fault in each)
-    return Findings(facts.framework, str(facts.policy), found)
+    found = (
+        Finding(code, check.severity, check.what.format(**values), _first_few(places), check.fix.format(**values))
+        for code, check in CHECKS.items()
+        for places, values in check.find(facts)
+    )
+    return Findings(facts.framework, str(facts.policy), tuple(found))
 
 
-Fault = tuple[str, str, str]  # what was found, where, and what to do
+def _at(places: Iterable[str], **values: Any) -> Fault:
+    return Fault(places, values)
 
 
 def _not_wrapped(facts: Facts) -> Iterator[Fault]:
-    # Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.
     needs = facts.policy.compute == "float16" and facts.policy.loss_scale.check
     if facts.optimizer == "plain" and needs and not facts.layer_policies:
-        yield (
-            "the optimizer is not wrapped: in float16, gradients below 2^-25 become zero, and nothing skips a step "
-            "that overflowed",
-            "",
-            "polyamp.wrap_optimizer(optimizer, policy), and scale the loss with it",
-        )
-
-
-def _unscaled_loss(facts: Facts) -> Iterator[Fault]:
-    if facts.unscaled:
-        yield (
-            "the loss of this step is not scaled, and the optimizer divides its gradients by the loss scale: updates "
-            "are too small by that factor",
-            _places(facts.unscaled),
-            "scale the loss: opt.backward(loss), polyamp.value_and_grad or polyamp.scale_loss before the gradients",
-        )
-
-
-def _clipped_scaled(facts: Facts) -> Iterator[Fault]:
-    if facts.clipped:
-        yield (
-            "gradients are clipped while they are scaled: the limit does not include the loss scale",
-            _places(facts.clipped),
-            "leave the clipping out, and give polyamp.wrap_optimizer(..., max_grad_norm=); or clip unscaled gradients",
-        )
+        yield _at([])
 
 
 def _layers_unscaled(facts: Facts) -> Iterator[Fault]:
-    # Source: Keras 3, Trainer.compile(auto_scale_loss=): it looks at the model's policy alone.
     if facts.layer_policies and facts.optimizer == "plain":
-        layers = [name for name, _ in facts.layer_policies]
-        names = ", ".join(dict.fromkeys(policy for _, policy in facts.layer_policies))
-        yield (
-            f"{plural(len(layers), 'layer')} with the policy {names}, and no loss scaling: compile() adds it only "
-            "if the model's own policy is mixed_float16",
-            _places(layers),
-            "model.compile(optimizer=polyamp.wrap_optimizer(optimizer, policy), ...)",
-        )
+        layers, policies = zip(*facts.layer_policies, strict=True)
+        yield _at(layers, layers=plural(len(layers), "layer"), policies=", ".join(dict.fromkeys(policies)))
 
 
 def stuck_mass(classes: int, rows: int, scale: float = 1.0) -> float:
@@ -224,68 +260,24 @@ def _stuck_losses(facts: Facts) -> Iterator[Fault]:
         mass = stuck_mass(loss.classes, loss.rows, scale)
         if mass > STUCK_MASS:
             needed = math.ceil(math.log2(mass * scale / STUCK_MASS))
-            yield (
-                f"{loss.classes} classes, averaged over {loss.rows} rows, at a loss scale of {scale:g}: gradients of "
-                f"probabilities under {loss.rows * 2.0**-25 / scale:.1e} round to zero, which leaves up to "
-                f"{min(mass, 1.0):.0%} of the probability on wrong classes",
-                loss.where,
-                f"wrap the optimizer with a dynamic loss scale, or with LossScale.fixed(2.0**{needed}) or more",
-            )
+            least = stuck_mass(1, loss.rows, scale)
+            yield _at([loss.where], loss=loss, scale=scale, least=least, mass=min(mass, 1.0), needed=needed)
 
 
 def _no_masters(facts: Facts) -> Iterator[Fault]:
-    # Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.1.
     if facts.low_parameters and not facts.has_masters:
         known = "the optimizer keeps no float32 copies" if facts.optimizer else "no optimizer that keeps float32 copies"
-        yield (
-            f"{plural(len(facts.low_parameters), 'parameter')} in 16 bits, and {known}: an update smaller than about "
-            "1/2048 of a float16 weight (1/256 in bfloat16) is lost",
-            _places(facts.low_parameters),
-            "leave parameters in float32, or give lint the optimizer that polyamp.wrap_optimizer made, which keeps "
-            "float32 masters",
-        )
+        yield _at(facts.low_parameters, parameters=plural(len(facts.low_parameters), "parameter"), known=known)
 
 
-def _foreign_casts(facts: Facts) -> Iterator[Fault]:
-    for native, target, where in _casts(facts, foreign=True):
-        yield (
-            f"{native} to {target}, but the policy computes in {facts.policy.compute}",
-            where,
-            "remove the cast and let the policy decide, or name one 16-bit format in both",
-        )
-
-
-def _manual_casts(facts: Facts) -> Iterator[Fault]:
-    for native, target, where in _casts(facts, foreign=False):
-        yield (
-            f"{native} to {target} by hand: it stays whatever policy is chosen",
-            where,
-            "remove it if the policy does the same; else write it as a rule of the policy",
-        )
-
-
-def _casts(facts: Facts, *, foreign: bool) -> Iterator[Fault]:
-    """Merge casts with the same wording. ``foreign`` selects casts to a 16-bit format that is not the policy's."""
+def _casts(facts: Facts, *, is_foreign: bool) -> Iterator[Fault]:
+    """Group equal casts. A foreign one is to a 16-bit format that is not the policy's."""
     places: dict[tuple[str, str], list[str]] = {}
     for cast in facts.casts:
-        if (_is_low(cast.format) and cast.format != facts.policy.compute) == foreign:
+        if (_is_low(cast.format) and cast.format != facts.policy.compute) == is_foreign:
             places.setdefault((cast.native, cast.format), []).append(cast.where)
-    return ((native, target, _places(where)) for (native, target), where in places.items())
-
-
-def _narrow_operations(facts: Facts) -> Iterator[Fault]:
-    reasons: dict[str, list[PlannedOperation]] = {}
-    for op in facts.plan.operations if facts.plan else ():
-        if op.name in OPERATIONS and OPERATIONS[op.name].op_class == "full" and _is_low(op.format):
-            reasons.setdefault(op.reason, []).append(op)
-    for reason, ops in reasons.items():
-        names = list(dict.fromkeys(op.name for op in ops))
-        rules = ", ".join(f'"{name}": "full"' for name in names)
-        yield (
-            f"in {ops[0].format} by {reason}, although the table keeps it in float32: {', '.join(names)}",
-            _places(op.where for op in ops),
-            f"remove that rule, or put rules={{{rules}}} before it",
-        )
+    for (native, target), where in places.items():
+        yield _at(where, native=native, target=target, compute=facts.policy.compute)
 
 
 def _unaligned(facts: Facts) -> Iterator[Fault]:
@@ -296,35 +288,82 @@ def _unaligned(facts: Facts) -> Iterator[Fault]:
             places.setdefault((product.name, product.format, odd), []).append(product.where)
     for (name, format_name, odd), where in places.items():
         padded = ", ".join(f"{size} -> {-(-size // ALIGNMENT) * ALIGNMENT}" for size in odd)
-        yield (
-            f"{name} in {format_name} with sizes of {', '.join(map(str, odd))}: Tensor Cores are fastest where 16-bit "
-            f"sizes are multiples of {ALIGNMENT}",
-            _places(where),
-            f"pad {padded}",
-        )
+        yield _at(where, name=name, format=format_name, sizes=", ".join(map(str, odd)), padded=padded)
 
 
 def _is_low(format_name: str) -> bool:
     return format_name != AS_WRITTEN and format_of(format_name).is_low
 
 
-def _places(names: Iterable[str], shown: int = 3) -> str:
+def _first_few(names: Iterable[str], shown: int = 3) -> str:
     """Return the first few names, each once, and the number of the others."""
     each = list(dict.fromkeys(filter(None, names)))
     more = f" and {len(each) - shown} more" if len(each) > shown else ""
     return ", ".join(each[:shown]) + more
 
 
-CHECKS: dict[str, tuple[Severity, Callable[[Facts], Iterable[Fault]]]] = {
-    "optimizer-not-wrapped": ("error", _not_wrapped),
-    "unscaled-loss": ("error", _unscaled_loss),
-    "clipped-scaled": ("error", _clipped_scaled),
-    "layers-not-scaled": ("error", _layers_unscaled),
-    "stuck-loss": ("error", _stuck_losses),
-    "no-masters": ("warning", _no_masters),
-    "foreign-cast": ("warning", _foreign_casts),
-    "narrow-operation": ("warning", _narrow_operations),
-    "manual-cast": ("note", _manual_casts),
-    "unaligned": ("note", _unaligned),
+CHECKS = {
+    "optimizer-not-wrapped": Check(  # source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2
+        "error",
+        _not_wrapped,
+        "the optimizer is not wrapped: in float16, gradients below 2^-25 become zero, and nothing skips a step that "
+        "overflowed",
+        "polyamp.wrap_optimizer(optimizer, policy), and scale the loss with it",
+    ),
+    "unscaled-loss": Check(
+        "error",
+        lambda facts: [_at(facts.unscaled)] if facts.unscaled else [],
+        "the loss of this step is not scaled, and the optimizer divides its gradients by the loss scale: updates are "
+        "too small by that factor",
+        "scale the loss: opt.backward(loss), polyamp.value_and_grad or polyamp.scale_loss before the gradients",
+    ),
+    "clipped-scaled": Check(
+        "error",
+        lambda facts: [_at(facts.clipped)] if facts.clipped else [],
+        "gradients are clipped while they are scaled: the limit does not include the loss scale",
+        "leave the clipping out, and give polyamp.wrap_optimizer(..., max_grad_norm=); or clip unscaled gradients",
+    ),
+    "layers-not-scaled": Check(  # source: Keras 3, Trainer.compile(auto_scale_loss=), looks at the model's policy alone
+        "error",
+        _layers_unscaled,
+        "{layers} with the policy {policies}, and no loss scaling: compile() adds it only if the model's own policy is "
+        "mixed_float16",
+        "model.compile(optimizer=polyamp.wrap_optimizer(optimizer, policy), ...)",
+    ),
+    "stuck-loss": Check(
+        "error",
+        _stuck_losses,
+        "{loss.classes} classes, averaged over {loss.rows} rows, at a loss scale of {scale:g}: gradients of "
+        "probabilities under {least:.1e} round to zero, which leaves up to {mass:.0%} of the probability on wrong "
+        "classes",
+        "wrap the optimizer with a dynamic loss scale, or with LossScale.fixed(2.0**{needed}) or more",
+    ),
+    "no-masters": Check(  # source: Micikevicius et al., section 3.1
+        "warning",
+        _no_masters,
+        "{parameters} in 16 bits, and {known}: an update smaller than about 1/2048 of a float16 weight (1/256 in "
+        "bfloat16) is lost",
+        "leave parameters in float32, or give lint the optimizer that polyamp.wrap_optimizer made, which keeps float32 "
+        "masters",
+    ),
+    "foreign-cast": Check(
+        "warning",
+        partial(_casts, is_foreign=True),
+        "{native} to {target}, but the policy computes in {compute}",
+        "remove the cast and let the policy decide, or name one 16-bit format in both",
+    ),
+    "manual-cast": Check(
+        "note",
+        partial(_casts, is_foreign=False),
+        "{native} to {target} by hand: it stays whatever policy is chosen",
+        "remove it if the policy does the same; else write it as a rule of the policy",
+    ),
+    "unaligned": Check(
+        "note",
+        _unaligned,
+        "{name} in {format} with sizes of {sizes}: Tensor Cores are fastest where 16-bit sizes are multiples of "
+        f"{ALIGNMENT}",
+        "pad {padded}",
+    ),
 }
 """All checks by code: first those for errors, then for warnings, then for notes."""

@@ -59,7 +59,7 @@ FAULTS = {
 
 IMPORTS = """
 from contextlib import nullcontext
-from polyamp.diagnosis.facts import Facts
+from polyamp.diagnosis.lint import Facts
 from polyamp.diagnosis.recording import Recording
 def halved(fn):
     return lambda *arrays: np.float32(fn(*(array.astype(np.float16).astype(np.float32) for array in arrays)))

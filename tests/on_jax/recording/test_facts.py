@@ -14,7 +14,7 @@ from flax.training.dynamic_scale import DynamicScale
 
 import polyamp
 from polyamp.backends.jax import adapter
-from polyamp.diagnosis.facts import Facts
+from polyamp.diagnosis.lint import Facts
 from support.jax_scenarios import normal
 
 FLOAT16 = polyamp.policy("mixed_float16")
@@ -144,16 +144,9 @@ def test_what_scales_the_loss_is_known() -> None:
     assert facts(lambda p, s, x: logits(p, x), PARAMS, state, X).optimizer == "wrapped"
 
 
-def test_what_cannot_be_traced_has_no_plan_and_still_its_parameters() -> None:
+def test_what_cannot_be_traced_still_has_its_parameters() -> None:
     def branching(params: Any, x: jax.Array) -> Any:
         return x if x.sum() > 0 else params
 
     found = facts(branching, PARAMS, X)
-    assert (found.plan, found.products, found.low_parameters) == (None, (), ("half",))
-    assert facts(logits).plan is None
-
-
-def test_the_plan_is_that_of_explain() -> None:
-    found = facts(logits, PARAMS, X)
-    assert found.plan == polyamp.explain(logits, PARAMS, X, policy=FLOAT16)
-    assert (found.framework, found.policy) == ("jax", FLOAT16)
+    assert (found.products, found.low_parameters) == ((), ("half",))

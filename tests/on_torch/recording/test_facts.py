@@ -20,7 +20,7 @@ from polyamp.backends.torch import adapter
 from polyamp.backends.torch.recording.mode import Counts
 from polyamp.backends.torch.recording.reach import Reach
 from polyamp.backends.torch.recording.widening import Widened
-from polyamp.diagnosis.facts import ClassLoss, Facts, Product
+from polyamp.diagnosis.lint import ClassLoss, Facts, Product
 from polyamp.diagnosis.spread import SAMPLE, Spread, stride
 from support.torch_cases import Block, mlp
 
@@ -69,7 +69,7 @@ def test_parameters_of_16_bits_and_their_masters() -> None:
 
 def test_a_model_alone_is_not_run() -> None:
     found = facts(mlp())
-    assert (found.plan, found.products, found.losses, found.casts) == (None, (), (), ())
+    assert (found.products, found.losses, found.casts) == ((), (), ())
 
 
 def test_sizes_of_products() -> None:
@@ -88,8 +88,6 @@ def test_sizes_of_products() -> None:
         Product("back", "conv", "float16", (5, 6)),
         Product("head", "matmul", "float16", (2, 5, 7)),
     )
-    assert found.plan is not None
-    assert [op.name for op in found.plan.operations][:2] == ["conv", "conv"]
 
 
 def test_sizes_of_attention() -> None:
@@ -147,18 +145,9 @@ def test_a_training_step_is_looked_at_up_to_its_update_and_undone() -> None:
         optimizer.step()
 
     found = facts(step)
-    assert (found.optimizer, found.plan, len(found.products), len(found.losses)) == ("plain", None, 3, 1)
+    assert (found.optimizer, len(found.products), len(found.losses)) == ("plain", 3, 1)
     assert [param.tolist() for param in model.parameters()] == before
     assert {param.grad for param in model.parameters()} == {None}
-
-
-def test_code_that_cannot_be_captured_has_no_plan() -> None:
-    def step() -> Tensor:
-        product = X @ X.t()
-        return product if float(product.sum()) > 0 else -product
-
-    found = facts(step)
-    assert (found.plan, len(found.products)) == (None, 1)
 
 
 def test_lint_reads_them() -> None:

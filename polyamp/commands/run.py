@@ -106,7 +106,7 @@ def run_script(
 
 
 class _RunReport(Report):
-    """Says how a script ended, what it used, what ran in which format, and what went badly."""
+    """Reports how a script ended, what it used, what ran in which format, and what went badly."""
 
     def __init__(self, session: Session, target: str, arguments: Sequence[str], error: BaseException | None) -> None:
         self._session, self._script, self._arguments, self._error = session, target, list(arguments), error

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from polyamp.diagnosis.probe import Probe, record, sixteen_bit, written
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Observation, Recording
@@ -155,7 +155,7 @@ class Verdict(Report):
     @property
     def advice(self) -> str:
         """Return the verdict in a sentence or two, with what to do."""
-        scale, window, culprit = power(self.recording.scale), self.probe.window, self.culprit
+        scale, window = power(self.recording.scale), self.probe.window
         is_usable = window is not None and not window.is_empty
         if self.kind == "finite":
             return f"FINITE: nothing overflows at a loss scale of {scale}; a step like this is applied."
@@ -174,20 +174,34 @@ class Verdict(Report):
                 f"about {plural(halvings, 'skipped step')}. The safe window is {window}; start with "
                 f"{written(self.probe.recommended)}."
             )
-        remedy = f"keep it float32: rules={self.rules!r}{self._outcome}."
+        holds = self.kind == "layer" and window and is_usable and self.recording.scale > window.high
+        lower = f" A loss scale within {window} helps too." if holds else ""
+        return f"{self.fault}; keep it float32: rules={self.rules!r}{self._outcome}.{lower}"
+
+    @property
+    def fault(self) -> str:
+        """Return what is wrong with the operation to blame."""
+        culprit = self.culprit
         if self.kind == "layer" and culprit:
-            holds = window is not None and is_usable and self.recording.scale > window.high
-            lower = f" A loss scale within {window} helps too." if holds else ""
             place = culprit.where or culprit.place
-            grows = f"amplifies gradients by 2^{self.amplification:.1f} in {culprit.name}"
-            return f"LAYER {place} {grows}; {remedy}{lower}"
+            return f"LAYER {place} amplifies gradients by 2^{self.amplification:.1f} in {culprit.name}"
         if self.kind == "forward" and culprit:
             wide, most = self._in_float32(culprit), format_of(culprit.format).max
             largest = f" (float32 has {wide.spread.largest:.3g}, {culprit.format} ends at {most:.5g})" if wide else ""
-            return (
-                f"FORWARD pass overflows in {culprit.place}{largest}: lowering the loss scale can never help; {remedy}"
-            )
-        return f"ROUNDING: nothing overflows, but {self.rounding}. No loss scale helps; {remedy}"
+            return f"FORWARD pass overflows in {culprit.place}{largest}: lowering the loss scale can never help"
+        return f"ROUNDING: nothing overflows, but {self.rounding}. No loss scale helps"
+
+    @property
+    def is_safe(self) -> bool:
+        """Return whether some loss scale suits the step, and its loss agrees with float32's."""
+        return self.kind in ("finite", "scale") and self.probe.is_safe
+
+    @property
+    def needs_rules(self) -> bool:
+        """Return whether nothing but rules helps: not even a smaller loss scale."""
+        window = self.probe.window
+        is_amplified = self.kind == "layer" and self.is_cured and window is not None and window.is_empty
+        return self.kind in ("forward", "rounding") or is_amplified
 
     @property
     def _outcome(self) -> str:
@@ -259,25 +273,6 @@ def _counted(first: Observation | None) -> str:
     )
 
 
-Run = TypeVar("Run")
-
-
-def with_rules(
-    first: Run, run: Callable[[dict[str, str]], Run], asked: Callable[[Run], Mapping[str, str]], most: int
-) -> tuple[Run, dict[str, str]]:
-    """Run a step with the rules that its last run asks for, until it asks for no new ones, and return both."""
-    # A value that a rule keeps in float32 may overflow in the next operation, which then needs another rule.
-    rules: dict[str, str] = {}
-    latest = first
-    for _ in range(most):
-        new = asked(latest)
-        if new.keys() <= rules.keys():
-            break
-        rules |= new
-        latest = run(rules)
-    return latest, rules
-
-
 def diagnose(
     step: Any,
     /,
@@ -320,13 +315,15 @@ def diagnose(
         return record(step, args, kwargs, under, backend, widened=False, scale=first)
 
     verdict = Verdict(run(chosen), wide.unscaled(), Probe(wide.unscaled().by_layer(), chosen.compute))
-    latest, rules = with_rules(
-        verdict,
-        lambda rules: replace(verdict, recording=run(make_policy(chosen, rules=rules))),
-        lambda latest: {} if latest is not verdict and _is_cured(verdict, latest) else latest.culprits,
-        ATTEMPTS,
-    )
-    return replace(verdict, tried=rules, is_cured=bool(rules) and _is_cured(verdict, latest))
+    latest, rules, is_cured = verdict, dict[str, str](), False
+    # A value that a rule keeps in float32 may overflow in the next operation, which then needs another rule.
+    for _ in range(ATTEMPTS):
+        if is_cured or latest.culprits.keys() <= rules.keys():
+            break
+        rules |= latest.culprits
+        latest = replace(verdict, recording=run(make_policy(chosen, rules=rules)))
+        is_cured = _is_cured(verdict, latest)
+    return replace(verdict, tried=rules, is_cured=is_cured)
 
 
 def _is_cured(verdict: Verdict, latest: Verdict) -> bool:

@@ -234,7 +234,8 @@ class Probe(Report):
             f"no loss scale suits all gradients: {needing.place} needs {power(self.need(needing))} or more, and "
             f"{tolerating.place} tolerates {power(self.tolerate(tolerating))} at most, without the margin of "
             f"{self.margin:g} bits.",
-            f"Keep one of them float32: polyamp.calibrate finds the rules. Until then: {written(self.recommended)}",
+            f"Start with {written(self.recommended)}; if that trains worse than float32, keep one of the two float32 "
+            "by a rule.",
         ]
 
 

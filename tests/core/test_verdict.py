@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from polyamp import policy
+from polyamp.diagnosis.calibrate import Calibration, calibrate
 from polyamp.diagnosis.diagnose import Verdict
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation
+from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.flow import Rule
 from support.diagnosis_cases import observation, recording
 
 INF, NAN = math.inf, math.nan
@@ -112,3 +120,48 @@ def test_the_text_shows_what_came_before_and_marks_the_first() -> None:
     assert "bad/matmul" in marked
     assert "1 inf of 1" in lines[0]
     assert "layer2" not in str(lines)
+
+
+def test_a_calibration_prints_its_rules_to_paste_and_is_json() -> None:
+    overflow = [observation(ACTIVATION, "body", 1e6), observation(GRADIENT, "head", 2.0**-10)]
+    kept = [observation(ACTIVATION, "body", 1e6, format_name="float32"), overflow[1]]
+    bad = verdict([observation(ACTIVATION, "body", INF), observation(GRADIENT, "head", NAN)], overflow)
+    found = Calibration(policy("mixed_float16"), {"body/matmul": bad}, (bad,), (verdict(kept, kept),))
+    assert str(found).splitlines() == [
+        "torch, mixed_float16: 1 batch, 1 rule to add",
+        "",
+        "rule         why",
+        f"body/matmul  {bad.fault}",
+        "",
+        "rules={",
+        '    "body/matmul": "full",',
+        "}",
+        "",
+        "safe loss scales: none, the forward pass overflows; with the rules: 2^-15 .. 2^22",
+    ]
+    assert found.is_safe
+    saved = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert (saved["rules"], saved["before"], saved["after"]) == ({"body/matmul": "full"}, ["forward"], ["finite"])
+
+
+@pytest.mark.parametrize(
+    ("step", "batches", "error", "text"),
+    [(print, [], InvalidValueError, "nothing to calibrate on"), (3, [1.0], InvalidTypeError, "cannot be called")],
+)
+def test_no_batches_and_no_function_are_told(step: Any, batches: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        calibrate(step, batches, "mixed_float16")
+
+
+@given(st.lists(st.text(alphabet="ab[]*?'_0", min_size=1, max_size=4), min_size=1, max_size=4))
+def test_a_pattern_matches_its_own_place_and_no_other(path: list[str]) -> None:
+    rule = Rule(observation(ACTIVATION, "/".join(path), 1.0, name="exp").pattern, "full")
+    assert rule.matches("exp", "/".join(path))
+    assert not rule.matches("exp", "/".join([*path[:-1], path[-1] + "x"]))
+    assert not rule.matches("log", "/".join(path))
+
+
+@pytest.mark.parametrize("where", ["a//b", "/b", "a/./b"])
+def test_a_pattern_has_no_blank_component(where: str) -> None:
+    pattern = observation(ACTIVATION, where, 1.0, name="exp").pattern
+    assert policy("mixed_float16", rules={pattern: "full"}).rules[0].pattern == "b/exp"

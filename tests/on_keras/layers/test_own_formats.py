@@ -92,7 +92,7 @@ def test_a_verdict_is_cured_and_its_rules_cure_the_model() -> None:
 def test_a_calibration_is_safe_and_its_rules_cure_the_model() -> None:
     model = made(hot=3e5)
     found = polyamp.calibrate(model, [(X, Y)], F16)
-    assert not found.before.is_safe
+    assert not found.before[0].is_safe
     assert found.is_safe
     polyamp.convert(model, polyamp.policy(F16, rules=found.rules))
     model.train_on_batch(X, Y)

@@ -21,11 +21,11 @@ except ModuleNotFoundError as error:
 
 from polyamp.backends.jax.adapter import adapter
 from polyamp.backends.jax.casting import cast
+from polyamp.backends.jax.gradients import apply_updates, select
 from polyamp.backends.jax.graphs.rewrite import autocast, explain, rewrite
-from polyamp.backends.jax.steps.gradients import apply_updates, select
-from polyamp.backends.jax.steps.optimizer import apply_gradients, wrap_optimizer
-from polyamp.backends.jax.steps.state import LossScaleOptState, check_limits
-from polyamp.backends.jax.steps.value_and_grad import scale_loss, value_and_grad
+from polyamp.backends.jax.optimizer import apply_gradients, wrap_optimizer
+from polyamp.backends.jax.state import LossScaleOptState, check_limits
+from polyamp.backends.jax.value_and_grad import scale_loss, value_and_grad
 
 __all__ = [
     "LossScaleOptState",

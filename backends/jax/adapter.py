@@ -8,8 +8,8 @@ from polyamp.backends.jax.casting import cast
 from polyamp.backends.jax.devices import describe
 from polyamp.backends.jax.graphs.rewrite import autocast, planned, rewritten_for
 from polyamp.backends.jax.operations import OPERATIONS
-from polyamp.backends.jax.steps.state import holds_state, load_loss_scale, loss_scale_of
-from polyamp.backends.jax.steps.value_and_grad import scale_loss, value_and_grad
+from polyamp.backends.jax.state import holds_state, load_loss_scale, loss_scale_of
+from polyamp.backends.jax.value_and_grad import scale_loss, value_and_grad
 
 
 def owns(obj: object) -> bool:
@@ -25,7 +25,7 @@ adapter = AdapterTable(
     verbs={
         "describe": describe,
         "cast": cast,
-        "wrap_optimizer": "polyamp.backends.jax.steps.transformation:wrap_optimizer",
+        "wrap_optimizer": "polyamp.backends.jax.transformation:wrap_optimizer",
         "scale_loss": scale_loss,
         "loss_scale_of": loss_scale_of,
         "holds_loss_scale": holds_state,

@@ -8,16 +8,15 @@ from typing import Any
 
 import jax
 
-from polyamp.backends.jax import unstable
+from polyamp.backends.jax import gradients, unstable
 from polyamp.backends.jax.casting import is_low, trainable
 from polyamp.backends.jax.graphs.program import Equation, Program, walk
 from polyamp.backends.jax.graphs.rewrite import explain
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.operations import OPERATIONS
+from polyamp.backends.jax.optimizer import Step
 from polyamp.backends.jax.scaling import Scaling, scaling_of
-from polyamp.backends.jax.steps import gradients
-from polyamp.backends.jax.steps.state import LossScaleOptState, holds_state
-from polyamp.backends.jax.steps.step import Step
+from polyamp.backends.jax.state import LossScaleOptState, holds_state, states_in
 from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN
@@ -56,7 +55,7 @@ def _traced(
     try:
         with policy:
             program = Program(*as_pure(fn, args, kwargs)[:4])
-        settings = ((state.settings, state.scalars.scale) for state in _states((args, kwargs)))
+        settings = ((state.settings, state.scalars.scale) for state in states_in((args, kwargs)))
         scales = [scale for one, scale in settings if one.check and not (one.min == one.max == 1)]
         places = [index for index, array in enumerate(program.arrays) if any(array is scale for scale in scales)]
         found = scaling_of(program.closed, places)
@@ -167,13 +166,8 @@ def _state_of(optimizer: Any, args: tuple[Any, ...]) -> Any:
 def _has_masters(optimizer: Any, holder: Any) -> bool:
     """Return whether master weights are kept, by the state or by the settings of the optimizer."""
     step = getattr(optimizer, "step", None)
-    kept = any(state.master_weights is not None for state in _states(holder))
+    kept = any(state.master_weights is not None for state in states_in(holder))
     return kept or (isinstance(step, Step) and step.master_weights)
-
-
-def _states(holder: Any) -> list[LossScaleOptState]:
-    leaves = jax.tree.leaves(holder, is_leaf=lambda node: isinstance(node, LossScaleOptState))
-    return [leaf for leaf in leaves if isinstance(leaf, LossScaleOptState)]
 
 
 def _is_native_scaler(node: object) -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 import sys
-import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,29 +13,16 @@ import jax.numpy as jnp
 from polyamp.backends.jax.casting import is_floating, is_traced, merged, trainable
 
 
-class Model(Protocol):
-    """The trained part of a model, and how the loss function's argument is built from it."""
-
-    trained: Any
-
-    def build(self, trained: Any) -> Any:
-        """Return the argument of the loss function."""
-
-    def changes(self, built: Any) -> Any:
-        """Return a pytree of what the loss function changed in its argument."""
-
-    def accept(self, changes: Any, finite: Any) -> None:
-        """Store these changes in the model; those of floating-point values only if ``finite`` is true."""
-
-
 class PytreeModel:
     """A pytree whose floating-point arrays are trained. A pure function does not change it."""
 
+    held = None
+
     def __init__(self, params: Any) -> None:
-        self.params = self.held = params
+        self.params = params
         self.trained = trainable(params)
 
-    def build(self, trained: Any) -> Any:
+    def build(self, trained: Any, held: None) -> Any:
         return merged(trained, self.params)
 
     def changes(self, built: Any) -> None:
@@ -49,25 +35,27 @@ class PytreeModel:
 class NnxModel:
     """A ``flax.nnx.Module`` whose ``nnx.Param`` variables are trained."""
 
-    # The other variables (batch-norm statistics, random-number counters) keep their dtypes. The values that the loss
-    # function assigns to them are stored in the module itself.
+    # The other variables (batch-norm statistics, random-number counters) are held: they keep their dtypes. The values
+    # that the loss function assigns to them are stored in the module itself.
 
     def __init__(self, module: Any) -> None:
         from flax import nnx
 
         self.nnx, self.module = nnx, module
         parts: Any = nnx.split(module, nnx.Param, ...)
-        self.definition, self.trained, self.others = parts
-        self.held = self.others
+        self.definition, self.trained, self.held = parts
 
-    def build(self, trained: Any) -> Any:
-        return self.nnx.merge(self.definition, trained, self.others, copy=True)
+    def build(self, trained: Any, held: Any) -> Any:
+        """Return the argument of the loss function."""
+        return self.nnx.merge(self.definition, trained, held, copy=True)
 
     def changes(self, built: Any) -> Any:
+        """Return a pytree of what the loss function changed in its argument."""
         return self.nnx.state(built, self.nnx.Not(self.nnx.Param))
 
     def accept(self, changes: Any, finite: Any) -> None:
-        self.nnx.update(self.module, _kept(self.nnx, self.others, changes, finite))
+        """Store these changes in the module; those of floating-point values only if ``finite`` is true."""
+        self.nnx.update(self.module, _kept(self.nnx, self.held, changes, finite))
 
 
 class NnxArguments:
@@ -138,7 +126,7 @@ def _statistic(finite: Any, new: Any, old: Any) -> Any:
     return jnp.where(finite, new, old)
 
 
-def model_of(params: Any) -> Model:
+def model_of(params: Any) -> PytreeModel | NnxModel:
     """Return ``params`` as a model. flax is considered only if the program has imported it."""
     nnx = sys.modules.get("flax.nnx")
     return NnxModel(params) if nnx is not None and isinstance(params, nnx.Module) else PytreeModel(params)
@@ -159,16 +147,13 @@ def as_pure(
 ) -> Call:
     """Turn a call into one without side effects: its flax NNX modules become pytrees in the arguments and results."""
     nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return Call(fn, args, kwargs, argnums, lambda results: results)
     owner = getattr(fn, "__self__", None)
-    method = getattr(fn, "__func__", None) if isinstance(owner, nnx.Module) else None
-    call = (owner if method else fn, args, kwargs)
-    objects = NnxArguments(call)
+    method = getattr(fn, "__func__", None) if nnx is not None and isinstance(owner, nnx.Module) else None
+    objects = NnxArguments((owner if method else fn, args, kwargs))
     if not objects.objects:
         return Call(fn, args, kwargs, argnums, lambda results: results)
     leaves, tree = jax.tree.flatten(objects.rest, is_leaf=_is_place)
-    flags = [*_flags(call[0], False, _is_place), *parameters_among(args, kwargs, argnums, _is_place)]
+    flags = [*_flags(objects.rest[0], False, _is_place), *parameters_among(args, kwargs, argnums, _is_place)]
 
     def pure(parameters: Any, others: list[Any]) -> Any:
         state, given = parameters
@@ -228,44 +213,12 @@ def _flags(tree: Any, are_parameters: bool, is_leaf: Callable[[Any], bool] | Non
     return [flag for count, flag in counts for _ in range(count)]
 
 
-def captured_parameters(fn: Any) -> frozenset[int]:
-    """Return the ids of traced arrays in the modules that a function holds, in its closure or in a wrapped function."""
-    found: set[int] = set()
-    seen: set[int] = set()
-    waiting = [fn]
-    while waiting and len(seen) < _MOST:
-        own = waiting.pop()
-        if id(own) in seen:
-            continue
-        seen.add(id(own))
-        held = own.held if isinstance(own, PytreeModel | NnxModel) else own if is_module(own) else None
-        if held is not None:
-            found.update(id(leaf) for leaf in jax.tree.leaves(held) if is_traced(leaf))
-        waiting += _held_by(own)
-    return frozenset(found)
-
-
-_MOST = 1000
-
-
-def _held_by(own: Any) -> list[Any]:
-    if isinstance(own, functools.partial):
-        return [own.func, *own.args, *own.keywords.values()]
-    if isinstance(own, types.MethodType):
-        return [own.__self__, own.__func__]
-    if isinstance(own, list | tuple):
-        return list(own)
-    if isinstance(own, dict):
-        return list(own.values())
-    if isinstance(own, types.FunctionType):
-        cells = [cell.cell_contents for cell in own.__closure__ or () if _is_filled(cell)]
-        return [*cells, *(own.__defaults__ or ()), *own.__dict__.values()]
-    wrapped = getattr(own, "__wrapped__", None) if callable(own) else None
-    return [] if wrapped is None else [wrapped]
-
-
-def _is_filled(cell: types.CellType) -> bool:
+def arrays_of_modules(fn: Any) -> frozenset[int]:
+    """Return the ids of the traced arrays in the modules that a function is, wraps, is a method of or captures."""
+    wrapped = inspect.unwrap(fn)  # of jax.vmap and the like
     try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
+        captured = list(inspect.getclosurevars(wrapped).nonlocals.values())
+    except (TypeError, ValueError):  # not a Python function, or a captured variable without a value yet
+        captured = []
+    modules = [node for node in (getattr(wrapped, "__self__", wrapped), *captured) if is_module(node)]
+    return frozenset(id(leaf) for leaf in jax.tree.leaves(modules) if is_traced(leaf))

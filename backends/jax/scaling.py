@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from polyamp.backends.jax import unstable
+from polyamp.backends.jax import gradients, unstable
 from polyamp.backends.jax.graphs.cells import is_inexact
-from polyamp.backends.jax.steps import gradients
 
 
 class _Value(NamedTuple):

@@ -61,7 +61,7 @@ def test_import_linter_sees_planted_imports(tree: Path) -> None:
             "import polyamp.backends.jax",
         ): "polyamp.backends.keras.casting -> polyamp.backends.jax",
         ("backends/torch/casting.py", "import tensorflow"): "polyamp.backends.torch.casting -> tensorflow",
-        ("backends/jax/steps/gradients.py", "import torch"): "polyamp.backends.jax.steps.gradients -> torch",
+        ("backends/jax/gradients.py", "import torch"): "polyamp.backends.jax.gradients -> torch",
         ("backends/tensorflow/casting.py", "import keras"): "polyamp.backends.tensorflow.casting -> keras",
     }
     with planted(tree, *plants):
@@ -79,7 +79,7 @@ def test_ruff_sees_planted_imports_and_docstrings(tree: Path) -> None:
         ("polyamp/flow.py", "def late():\n    from backends import keras"): "TID251",
         ("polyamp/plan.py", function.format("late", "Returns it.")): "D401",
         ("backends/torch/casting.py", function.format("late", "Return it")): "D400",
-        ("backends/jax/steps/gradients.py", function.format("late", "This returns it.")): "D404",
+        ("backends/jax/gradients.py", function.format("late", "This returns it.")): "D404",
         ("polyamp/verbs.py", function.format("late", "Return it,\n    and more.")): "D205",
     }
     with planted(tree, *plants):

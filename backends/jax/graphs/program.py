@@ -14,7 +14,7 @@ from polyamp.backends.jax.graphs import binding, control_flow, derivatives
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, is_inexact
 from polyamp.backends.jax.graphs.interpreter import HANDLERS, Interpreter
 from polyamp.backends.jax.graphs.refusals import refusals
-from polyamp.backends.jax.modules import captured_parameters, parameters_among
+from polyamp.backends.jax.modules import arrays_of_modules, parameters_among
 from polyamp.flow import INPUT, WEAK
 
 
@@ -26,7 +26,7 @@ class Program:
     ) -> None:
         leaves, tree = jax.tree.flatten((args, kwargs))
         self._is_parameter = parameters_among(args, kwargs, argnums)
-        self.parameters = captured_parameters(fn)
+        self.parameters = arrays_of_modules(fn)
         self._is_array = [is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
         self.arrays = [leaf for leaf, is_one in zip(leaves, self._is_array, strict=True) if is_one]
         self._results: list[Any] = []

@@ -43,16 +43,14 @@ class Rewritten:
             raise not_traced(where="rewrite(fn).plan")
         return self._plan
 
-    def traced_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rewritten:
-        """Return this function, with a plan for these arguments unless it has one."""
+    def explain_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the plan for these arguments, unless there is one."""
         if self._plan is None:
             self._plan = planned(self._fn, args, kwargs, self._policy, self._argnums)
-        return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.traced_for(args, kwargs)
-        name, argnums = name_of(self._fn), self._argnums
-        return run_rewritten(self._fn, self._policy, args, kwargs, name=name, argnums=argnums)
+        self.explain_for(args, kwargs)
+        return run_rewritten(self._fn, self._policy, args, kwargs, name=name_of(self._fn), argnums=self._argnums)
 
 
 def rewrite(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Rewritten:
@@ -85,7 +83,9 @@ def rewritten_for(
 ) -> Rewritten:
     """Rewrite a function whose parameters are at ``argnums``; see `rewrite`."""
     rewritten = Rewritten(fn, policy, positions(argnums, where="rewrite(fn, argnums=)"))
-    return rewritten.traced_for(args, kwargs) if args or kwargs else rewritten
+    if args or kwargs:
+        rewritten.explain_for(args, kwargs)
+    return rewritten
 
 
 def explain(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Plan:
@@ -244,13 +244,6 @@ def autocast(
         return run_rewritten(fn, bound or current_policy(), args, kwargs, name=name_of(fn), argnums=places)
 
     return autocasted
-
-
-def run_autocasted(
-    fn: Callable[..., Any], policy: Policy, *args: Any, name: str | None = None, argnums: Sequence[int] = (0,)
-) -> Any:
-    """Run a function under autocast; report under this name what had no effect. None reports nothing."""
-    return run_rewritten(fn, policy, args, {}, name=name, argnums=argnums)
 
 
 def in_float32(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

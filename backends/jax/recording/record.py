@@ -12,17 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.backends.jax import unstable
+from polyamp.backends.jax import gradients, unstable
 from polyamp.backends.jax.casting import is_array, is_floating
 from polyamp.backends.jax.graphs.program import Program
-from polyamp.backends.jax.graphs.rewrite import run_autocasted
+from polyamp.backends.jax.graphs.rewrite import run_rewritten
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.recording.counting import Sample, Table, counted, spreads
 from polyamp.backends.jax.recording.replay import Replay
 from polyamp.backends.jax.recording.values import Place, Record
-from polyamp.backends.jax.steps import gradients
-from polyamp.backends.jax.steps.state import find_state, holds_state, initial_scalars, state_type
-from polyamp.backends.jax.steps.value_and_grad import unreported
+from polyamp.backends.jax.state import find_state, holds_state, initial_scalars, state_type
+from polyamp.backends.jax.value_and_grad import unreported
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.policies import Policy
 from polyamp.scale import LossScale
@@ -230,7 +229,7 @@ class _Trace:
         def under_policy(args: Any, kwargs: Any) -> Any:
             if policy is None:
                 return pure(*args, **kwargs)
-            return run_autocasted(lambda *own: pure(*own, **kwargs), policy, *args)
+            return run_rewritten(lambda *own: pure(*own, **kwargs), policy, args, {}, name=None)
 
         self.program = Program(under_policy, (own_args, own_kwargs), {})
         outputs = unstable.specs_of_results(self.program.closed)
@@ -252,7 +251,7 @@ def _differentiated(fn: Function, policy: Policy, *, has_aux: bool) -> Function:
 def _holder() -> Any:
     """Return an optimizer state from which `value_and_grad` reads the loss scale 1."""
     settings = LossScale.fixed(1.0)
-    return state_type(settings, False)(*initial_scalars(settings), inner_state=None, master_weights=None)
+    return state_type(settings, "float16")(*initial_scalars(settings), inner_state=None, master_weights=None)
 
 
 def _scale_index(arrays: Sequence[Any], holder: Any) -> int | None:

@@ -20,11 +20,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from polyamp.backends.jax import unstable
+from polyamp.backends.jax import gradients, unstable
 from polyamp.backends.jax.operations import canonical
 from polyamp.backends.jax.recording.counting import Sample, merged, nothing, sample
 from polyamp.backends.jax.recording.values import Evaluated, Origin, Place, Record, bound_widened, is_low, widened
-from polyamp.backends.jax.steps import gradients
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind
 from polyamp.flow import decide
 from polyamp.formats import FORMATS

@@ -143,16 +143,6 @@ def test_saved_scale_round_trips_every_field(scale: float, counts: list[int], ov
     assert not any(leaf.weak_type for leaf in loaded["opt"][0].scalars)
 
 
-def test_a_pickled_state_without_the_counters_has_zeros(trained: Any) -> None:
-    state = trained[1]
-    rebuild, (config, fields, _) = state.__reduce__()
-    older = rebuild(config, (*fields[:5], state.inner_state, state.master_weights))
-    zeros = LossScaleState(*fields[:5])[5:]
-    assert tuple(map(float, older.scalars[5:])) == zeros
-    assert [leaf.dtype for leaf in older.scalars] == [leaf.dtype for leaf in state.scalars]
-    assert older.master_weights is state.master_weights
-
-
 def test_loading_causes_no_new_trace(trained: Any) -> None:
     params, state = trained
     step(params, state, 1e-2)

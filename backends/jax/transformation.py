@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, get_args
 
-from polyamp.backends.jax.steps.step import Skip, Step
-from polyamp.errors import InvalidValueError, check_master_weights, missing, no_method, no_optimizer, wrapped_already
+from polyamp.backends.jax.optimizer import Skip, Step
+from polyamp.backends.jax.state import state_type
+from polyamp.errors import check_choice, check_master_weights, missing, no_method, no_optimizer, wrapped_already
 from polyamp.policies import Policy
 from polyamp.scale import LossScale
 
@@ -59,21 +60,14 @@ def wrap_optimizer(
     if not isinstance(tx, optax.GradientTransformation):
         raise no_optimizer(tx, allowed="optax.GradientTransformation, such as optax.adam(1e-3)")
     check_master_weights(master_weights)
-    masters = master_weights is not False
-    inner = optax.with_extra_args_support(tx)
-    low = policy.needs_master_weights
-    unscaled = policy.compute == "float16" and not loss_scale.check
-    step = Step(inner, loss_scale.in_float32(), max_grad_norm, axis_name, masters, low, _known(skip), unscaled)
-    return LossScaled(step.init, step.update)
-
-
-def _known(skip: Skip) -> Skip:
-    if skip in get_args(Skip):
-        return skip
-    raise InvalidValueError(
-        "unknown way to skip a step",
-        where="wrap_optimizer(skip=)",
-        found=repr(skip),
-        allowed=", ".join(map(repr, get_args(Skip))),
-        fix="leave it out, or name one of these",
+    check_choice(skip, get_args(Skip), where="wrap_optimizer(skip=)", fix="leave it out, or name one of these")
+    step = Step(
+        optax.with_extra_args_support(tx),
+        state_type(loss_scale.in_float32(), policy.compute),
+        max_grad_norm,
+        axis_name,
+        master_weights=master_weights is not False,
+        low_params=policy.needs_master_weights,
+        skip=skip,
     )
+    return LossScaled(step.init, step.update)

@@ -60,19 +60,12 @@ class LossScaleOptState(_Fields):
 
     __slots__ = ()
     settings: ClassVar[LossScale]
-    unscaled: ClassVar[bool]
+    compute: ClassVar[str]  # the compute format of the policy that the optimizer was wrapped for
 
     @property
     def scalars(self) -> LossScaleState:
         """Return the scalars in the form that `polyamp.advance` takes."""
         return LossScaleState(*(jax.tree.leaves(field)[0] for field in self[:SCALARS]))  # flax.nnx wraps them
-
-    @property
-    def compute(self) -> str | None:
-        """The compute format that the optimizer was wrapped for, as far as the settings show it; else None."""
-        if self.settings.dynamic or self.unscaled:
-            return "float16"
-        return None if self.settings.check else "float32"
 
     @property
     def last_step(self) -> StepResult:
@@ -84,20 +77,19 @@ class LossScaleOptState(_Fields):
         return StepResult(self.scalars)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.settings, tuple(self), self.unscaled)
+        return _rebuild, (self.settings, self.compute, tuple(self))
 
 
 @functools.cache
-def state_type(settings: LossScale, unscaled: bool) -> type[LossScaleOptState]:
-    """Return `LossScaleOptState` with these settings. They belong to the type, so that all leaves are arrays."""
-    own = {"__slots__": (), "__module__": __name__, "settings": settings, "unscaled": unscaled}
+def state_type(settings: LossScale, compute: str) -> type[LossScaleOptState]:
+    """Return `LossScaleOptState` with these settings."""
+    # They belong to the type, since flax, orbax and optax rebuild a NamedTuple from its type and its fields alone.
+    own = {"__slots__": (), "__module__": __name__, "settings": settings, "compute": compute}
     return type("LossScaleOptState", (LossScaleOptState,), own)
 
 
-def _rebuild(settings: LossScale, fields: tuple[Any, ...], unscaled: bool = False) -> LossScaleOptState:
-    *scalars, inner_state, masters = fields
-    missing = initial_scalars(settings)[len(scalars) :]  # the fields that did not exist yet when the state was pickled
-    return state_type(settings, unscaled)._make((*scalars, *missing, inner_state, masters))
+def _rebuild(settings: LossScale, compute: str, fields: tuple[Any, ...]) -> LossScaleOptState:
+    return state_type(settings, compute)._make(fields)
 
 
 def initial_scalars(settings: LossScale) -> LossScaleState:
@@ -111,9 +103,14 @@ def is_state(leaf: object) -> TypeGuard[LossScaleOptState]:
     return isinstance(leaf, LossScaleOptState)
 
 
+def states_in(tree: Any) -> list[LossScaleOptState]:
+    """Return the states of wrapped optimizers in a pytree."""
+    return list(filter(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+
+
 def holds_state(tree: Any) -> bool:
     """Return whether a pytree holds the state of a wrapped optimizer."""
-    return any(map(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
+    return bool(states_in(tree))
 
 
 def find_state(holder: Any) -> LossScaleOptState:
@@ -127,32 +124,52 @@ def find_state(holder: Any) -> LossScaleOptState:
     Raises:
         UsageError: there is none, or more than one; or ``optax.MultiSteps`` accumulates scaled gradients before it.
     """
-    found: list[LossScaleOptState] = [leaf for leaf in jax.tree.leaves(holder, is_leaf=is_state) if is_state(leaf)]
-    if len(found) == 1:
-        if found[0].settings.check and _accumulates_before(holder):
-            raise _accumulated_unchecked()
-        if found[0].settings.check and (before := _states_before(holder)):
-            warn_once(_SEES_SCALED.format(before), stacklevel=users_level())
-        return found[0]
-    raise UsageError(
-        "there are several states of wrapped optimizers in this tree"
-        if found
-        else "there is no state of a wrapped optimizer in this tree",
-        where="the optimizer state that holds the loss scale",
-        found=f"{len(found)} in {type(holder).__name__}",
-        allowed="one",
-        fix="wrap the outermost optimizer, once: tx = polyamp.wrap_optimizer(optax.chain(...), policy), and pass the "
-        "result of tx.init(params); if several optimizers are wrapped, pass the state of one of them",
-    )
+    found = states_in(holder)
+    if len(found) != 1:
+        raise UsageError(
+            "there are several states of wrapped optimizers in this tree"
+            if found
+            else "there is no state of a wrapped optimizer in this tree",
+            where="the optimizer state that holds the loss scale",
+            found=f"{len(found)} in {type(holder).__name__}",
+            allowed="one",
+            fix="wrap the outermost optimizer, once: tx = polyamp.wrap_optimizer(optax.chain(...), policy), and pass "
+            "the result of tx.init(params); if several optimizers are wrapped, pass the state of one of them",
+        )
+    if found[0].settings.check:
+        _check_place(holder)
+    return found[0]
 
 
-def _accumulates_before(holder: Any) -> bool:
-    """Return whether the wrapped optimizer is inside ``optax.MultiSteps``, instead of the other way round."""
+def _check_place(holder: Any) -> None:
+    """Refuse a wrapped optimizer inside ``optax.MultiSteps``; warn if other transformations come before it."""
+    if any(map(holds_state, _accumulators(holder))):
+        raise UsageError(
+            "gradients are accumulated before they are tested: optax.MultiSteps keeps the NaN of one overflow forever, "
+            "and every later step is skipped",
+            where="the optimizer state that holds the loss scale",
+            found="a wrapped optimizer inside optax.MultiSteps",
+            allowed="optax.MultiSteps inside the wrapped optimizer",
+            fix="polyamp.wrap_optimizer(optax.MultiSteps(tx, every_k_schedule=k), policy)",
+        )
+    before = _states_before(holder)
+    if before:
+        warn_once(
+            f"a transformation comes before the wrapped optimizer in optax.chain (its state: {before}): it gets "
+            "gradients that are still multiplied by the loss scale, so that clipping, noise and weight decay there are "
+            "wrong. Wrap the whole chain, polyamp.wrap_optimizer(optax.chain(...), policy), or clip by its "
+            "max_grad_norm=.",
+            stacklevel=users_level(),
+        )
+
+
+def _accumulators(holder: Any) -> list[Any]:
+    """Return the states of ``optax.MultiSteps`` in a pytree, without those inside a wrapped optimizer."""
     optax = sys.modules.get("optax")
     if optax is None:
-        return False
+        return []
     nodes = jax.tree.leaves(holder, is_leaf=lambda node: isinstance(node, optax.MultiStepsState | LossScaleOptState))
-    return any(isinstance(node, optax.MultiStepsState) and holds_state(node) for node in nodes)
+    return [node for node in nodes if isinstance(node, optax.MultiStepsState)]
 
 
 def _states_before(holder: Any) -> str:
@@ -170,26 +187,7 @@ def _states_before(holder: Any) -> str:
 
 
 def _is_of_optax(state: object) -> bool:
-    """Return whether this is the state of one optax transformation."""
     return isinstance(state, tuple) and type(state).__module__.partition(".")[0] == "optax"
-
-
-_SEES_SCALED = (
-    "a transformation comes before the wrapped optimizer in optax.chain (its state: {}): it gets gradients that are "
-    "still multiplied by the loss scale, so that clipping, noise and weight decay there are wrong. Wrap the whole "
-    "chain, polyamp.wrap_optimizer(optax.chain(...), policy), or clip by its max_grad_norm=."
-)
-
-
-def _accumulated_unchecked() -> UsageError:
-    return UsageError(
-        "gradients are accumulated before they are tested: optax.MultiSteps keeps the NaN of one overflow forever, "
-        "and every later step is skipped",
-        where="the optimizer state that holds the loss scale",
-        found="a wrapped optimizer inside optax.MultiSteps",
-        allowed="optax.MultiSteps inside the wrapped optimizer",
-        fix="polyamp.wrap_optimizer(optax.MultiSteps(tx, every_k_schedule=k), policy)",
-    )
 
 
 def check_limits(holder: Any) -> StepResult:

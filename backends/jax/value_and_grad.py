@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.backends.jax.casting import is_array, is_traced
+from polyamp.backends.jax.gradients import all_finite
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
-from polyamp.backends.jax.graphs.rewrite import in_float32, run_autocasted
+from polyamp.backends.jax.graphs.rewrite import in_float32, name_of, run_rewritten
 from polyamp.backends.jax.modules import NnxArguments, model_of
-from polyamp.backends.jax.steps.gradients import all_finite
-from polyamp.backends.jax.steps.state import LossScaleOptState, find_state
+from polyamp.backends.jax.state import LossScaleOptState, find_state
 from polyamp.errors import InvalidTypeError, InvalidValueError, no_loss
 from polyamp.policies import Policy, chosen_policy, current_policy, report_missing_scale
 from polyamp.policies import policy as make_policy
@@ -68,8 +68,7 @@ def value_and_grad(
             the loss is not finite, and the step is skipped.
     """
     check_function(fun, where="value_and_grad(fun, policy)")
-    name = getattr(fun, "__name__", type(fun).__name__)
-    return unreported(fun, None if policy is None else make_policy(policy), has_aux, argnums=argnums, name=name)
+    return unreported(fun, None if policy is None else make_policy(policy), has_aux, argnums=argnums, name=name_of(fun))
 
 
 def unreported(
@@ -84,28 +83,32 @@ def unreported(
     wanted = positions(argnums, where="value_and_grad(fun, argnums=)", at_least=1)
 
     def transformed(opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
-        chosen, state, places = _policy_of(bound, name), find_state(opt_state), _places(wanted, len(args))
-        if name is not None:
+        state, places = find_state(opt_state), _places(wanted, len(args))
+        if name is None:
+            chosen = bound or current_policy()
+        else:
+            chosen = chosen_policy(bound, "value_and_grad(fun)", stacklevel=users_level())
             report_missing_scale(state.settings, state.compute, chosen, stacklevel=users_level())
         models = [model_of(args[place]) for place in places]
         others = NnxArguments(([None if place in places else arg for place, arg in enumerate(args)], kwargs))
 
-        def program(trained: Any, held: Any, rest: Any) -> Any:
-            built = [model.build(own) for model, own in zip(models, trained, strict=True)]
-            (given, options), objects = others.build(held, rest)
-            own_args = [built[places.index(place)] if place in places else arg for place, arg in enumerate(given)]
+        def program(trained: list[Any], held: list[Any], other_state: Any, rest: Any) -> Any:
+            built = [model.build(*own) for model, *own in zip(models, trained, held, strict=True)]
+            (own_args, options), objects = others.build(other_state, rest)
+            own_args = [built[places.index(place)] if place in places else arg for place, arg in enumerate(own_args)]
             loss, aux = _loss_and_aux(fun(*own_args, **options), has_aux)
             changes = [model.changes(own) for model, own in zip(models, built, strict=True)]
-            return loss, aux, (changes, others.changes(held, objects))
+            return loss, aux, (changes, others.changes(other_state, objects))
 
-        run = in_float32 if bound is not None and bound.compute == "float32" else _under(chosen, name)
-
-        def scaled_loss(trained: Any) -> tuple[jax.Array, Any]:
-            loss, aux, changes = run(program, trained, others.state, others.rest)
+        def scaled_loss(trained: list[Any]) -> tuple[jax.Array, Any]:
+            parts = (trained, [model.held for model in models], others.state, others.rest)
+            if bound is not None and bound.compute == "float32":
+                loss, aux, changes = in_float32(program, *parts)
+            else:
+                loss, aux, changes = run_rewritten(program, chosen, parts, {}, name=name, argnums=(0, 1, 2))
             return _times_scale(loss, state), (loss, aux, changes)
 
-        trained = [model.trained for model in models]
-        (_, (loss, aux, changes)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(trained)
+        (_, (loss, aux, changes)), grads = jax.value_and_grad(scaled_loss, has_aux=True)([m.trained for m in models])
         _report_non_finite(loss, state.settings, chosen.compute)
         finite = all_finite(grads) if state.settings.check and jax.tree.leaves(changes) else True
         for model, own in zip(models, changes[0], strict=True):
@@ -116,30 +119,19 @@ def unreported(
     return transformed
 
 
-def _policy_of(bound: Policy | None, name: str | None) -> Policy:
-    if name is None:
-        return bound or current_policy()
-    return chosen_policy(bound, "value_and_grad(fun)", stacklevel=users_level())
-
-
-def _under(policy: Policy, name: str | None) -> Callable[..., Any]:
-    return lambda program, *args: run_autocasted(program, policy, *args, name=name, argnums=(0, 1))
-
-
 def _places(wanted: tuple[int, ...], count: int) -> list[int]:
     """Return the positions among so many arguments, counted from 0."""
     places = [place + count if place < 0 else place for place in wanted]
-    if len(set(places)) == len(places) and all(0 <= place < count for place in places):
-        return places
-    raise InvalidValueError(
-        "there is no such argument to differentiate"
-        if len(set(places)) == len(places)
-        else "argnums name an argument twice",
-        where="value_and_grad(fun, policy, argnums=)(opt_state, *args)",
-        found=f"argnums {', '.join(map(str, wanted))}, and {count} positional argument{'' if count == 1 else 's'}",
-        allowed="each position once, from 0 on; opt_state is not counted",
-        fix="pass the parameters by position, after opt_state",
-    )
+    is_repeated = len(set(places)) < len(places)
+    if is_repeated or not all(0 <= place < count for place in places):
+        raise InvalidValueError(
+            "argnums name an argument twice" if is_repeated else "there is no such argument to differentiate",
+            where="value_and_grad(fun, policy, argnums=)(opt_state, *args)",
+            found=f"argnums {', '.join(map(str, wanted))}, and {count} positional argument{'' if count == 1 else 's'}",
+            allowed="each position once, from 0 on; opt_state is not counted",
+            fix="pass the parameters by position, after opt_state",
+        )
+    return places
 
 
 def scale_loss(loss: Any, holder: Any) -> jax.Array:

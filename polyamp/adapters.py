@@ -1,8 +1,8 @@
 """The interface between the core and a framework.
 
-An adapter is one object, registered in the entry-point group ``polyamp.backends``. It must have everything in
-`Adapter`, and offers each other verb of `FullAdapter` by having an attribute of that name. Any class with these methods
-is an adapter. The adapters of polyamp are tables of verbs instead::
+An adapter is one object, registered in the entry-point group ``polyamp.backends``. It must have the verbs in `REQUIRED`
+and offers each other verb of `Adapter` by having an attribute of that name. Any class with these methods is an adapter.
+The adapters of polyamp are tables of verbs instead::
 
     adapter = AdapterTable(
         "torch",
@@ -12,6 +12,11 @@ is an adapter. The adapters of polyamp are tables of verbs instead::
     )
 
 `polyamp.testing.Conformance` tests all of it, in both forms.
+
+An object's adapter is found by its type, and no framework is imported to find out. To record a step, for example::
+
+    adapter = offering("record", backend, (step, args, kwargs), where="the step and its arguments")
+    recording = adapter.record(step, args, kwargs, policy, widened=True)
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from polyamp.errors import (
     InvalidTypeError,
@@ -47,6 +52,8 @@ if TYPE_CHECKING:
 
 # --- what an adapter is -----------------------------------------------------------------------------------------------
 
+Tree = TypeVar("Tree")
+
 UPDATE_SCOPE = "polyamp_update"
 """The name scope of unscaling, clipping and the optimizer's arithmetic. A rewrite leaves them as written.
 
@@ -58,9 +65,8 @@ FINITE = "polyamp_finite"
 """The name of the scalar boolean that decides whether a step is applied."""
 
 
-@runtime_checkable
 class Adapter(Protocol):
-    """Everything that a framework's adapter must have."""
+    """Everything that a framework's adapter has: first what it must have, then what it may offer."""
 
     name: str  # the framework's name, as in ``backend="torch"``
     # the framework's operation names, each with its canonical name in `polyamp.operations`
@@ -100,12 +106,8 @@ class Adapter(Protocol):
     def load_loss_scale(self, holder: Tree, saved: Any) -> Tree:
         """Return ``holder`` with the saved state: the same object if it is mutable, else a new one."""
 
-
-class FullAdapter(Adapter, Protocol):
-    """Everything that an adapter may offer: each method below is an optional verb."""
-
-    # An adapter offers a verb by having an attribute of that name. Options are keyword-only parameters, as in
-    # `Adapter.wrap_optimizer`; others are refused before the call.
+    # The verbs below are optional. Options are keyword-only parameters, as in `wrap_optimizer`; others are refused
+    # before the call.
 
     # For a framework with ambient autocast: operations are cast while a context is active.
     def autocast_context(self, policy: Policy) -> AbstractContextManager[Any]:
@@ -191,6 +193,10 @@ class FullAdapter(Adapter, Protocol):
         """
 
 
+REQUIRED = ("owns", "describe", "cast", "wrap_optimizer", "scale_loss", "loss_scale_of", "load_loss_scale")
+OPTIONAL = tuple(name for name in vars(Adapter) if not name.startswith("_") and name not in REQUIRED)
+
+
 class AdapterTable:
     """An adapter as a table: the name of each verb, and the function that does it.
 
@@ -263,12 +269,7 @@ class Later:
 
 # --- how an object finds its adapter ----------------------------------------------------------------------------------
 
-Tree = TypeVar("Tree")
-
-
 GROUP = "polyamp.backends"
-UNREGISTERED = "polyamp's adapters are found by entry points, and none is registered: polyamp is not installed"
-INSTALL = "pip install -e . in polyamp's checkout, with --no-deps --no-build-isolation without a network"
 
 # Plain dicts: functools.cache breaks torch.compile(fullgraph=True).
 _entries: dict[str, EntryPoint] = {}
@@ -291,6 +292,12 @@ def entries() -> dict[str, EntryPoint]:
                     allowed="one",
                     fix="uninstall one of the two packages",
                 )
+        if not _entries:
+            raise UnsupportedError(
+                "polyamp is not installed: its adapters are found by entry points, and none is registered",
+                where=f"entry-point group {GROUP!r}",
+                fix="pip install -e . in polyamp's checkout, with --no-deps --no-build-isolation without a network",
+            )
     return _entries
 
 
@@ -307,11 +314,9 @@ def adapter_named(name: str) -> Adapter:
             "no adapter of that name",
             where="backend=",
             found=repr(name),
-            **_choice(
-                names(),
-                fix=f"{did_you_mean(str(name), names())}use one of the names above, or install the package that has "
-                "the adapter",
-            ),
+            allowed=", ".join(names()),
+            fix=f"{did_you_mean(str(name), names())}use one of the names above, or install the package that has the "
+            "adapter",
         )
     return _load(entry)
 
@@ -419,20 +424,9 @@ def no_adapter(obj: object, *, where: str) -> InvalidTypeError:
         "no adapter knows this object",
         where=where,
         found=kind_of(obj),
-        **_choice(
-            sorted(entries()), kind="objects of ", fix='pass one of those, or name the framework: backend="torch"'
-        ),
+        allowed=f"objects of {', '.join(sorted(entries()))}",
+        fix='pass one of those, or name the framework: backend="torch"',
     )
-
-
-def unregistered(*, where: str) -> UnsupportedError:
-    """Return the error for a polyamp that is imported but not installed, and so would silently do nothing."""
-    return UnsupportedError("no adapter is registered", where=where, found="no entry points", **_choice([], fix=""))
-
-
-def _choice(known: list[str], *, kind: str = "", fix: str) -> dict[str, str]:
-    """Return the ``allowed`` and ``fix`` of an error: the known names, or how to install polyamp if there are none."""
-    return {"allowed": kind + ", ".join(known), "fix": fix} if known else {"allowed": UNREGISTERED, "fix": INSTALL}
 
 
 def _load(entry: EntryPoint) -> Adapter:
@@ -482,19 +476,11 @@ def _parts_of(obj: object) -> Iterable[object]:
 
 # --- the way from a verb to an adapter --------------------------------------------------------------------------------
 
-OPTIONAL = tuple(name for name in vars(FullAdapter) if not name.startswith("_"))
-"""The names of the optional verbs."""
 
-
-def offers(adapter: object, verb: str) -> TypeGuard[FullAdapter]:
-    """Return whether an adapter has an optional verb."""
-    return hasattr(adapter, verb)
-
-
-def having(adapter: Adapter, verb: str, options: Mapping[str, Any] | None = None) -> FullAdapter:
+def having(adapter: Adapter, verb: str, options: Mapping[str, Any] | None = None) -> Adapter:
     """Return an adapter as one that has an optional verb with these options; refuse one that does not."""
-    if not offers(adapter, verb):
-        others = sorted({other.name for other in loaded() if offers(other, verb)})
+    if not hasattr(adapter, verb):
+        others = sorted({other.name for other in loaded() if hasattr(other, verb)})
         raise UnsupportedError(
             f"the {adapter.name} adapter has no {verb}",
             where=f"polyamp on {adapter.name} objects",
@@ -517,7 +503,7 @@ def adapter_for(backend: str | None, obj: Any, *, where: str) -> Adapter:
 
 def offering(
     verb: str, backend: str | None, objects: Any, options: Mapping[str, Any] | None = None, *, where: str
-) -> FullAdapter:
+) -> Adapter:
     """Return the named adapter, or else one that has the verb: from the objects, or the only loaded one that has it."""
     found = adapter_offering(verb, objects) if backend is None else None
     return having(adapter_for(backend, objects, where=where) if found is None else found, verb, options)

@@ -21,7 +21,7 @@ from polyamp import adapters
 from polyamp.commands import diagnosis
 from polyamp.commands import run as running
 from polyamp.commands.parity import parity
-from polyamp.errors import MissingFrameworkError, PolyampError
+from polyamp.errors import MissingFrameworkError, PolyampError, UnsupportedError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (diagnosis.explain, diagnosis.diagnose, parity):
@@ -55,12 +55,16 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
 
 def examine() -> dict[str, Any]:
     """Load every adapter and ask it to describe itself; for a missing framework, report how to install it."""
-    names = adapters.names()
+    names, problem = [], None
+    try:
+        names = adapters.names()
+    except UnsupportedError as error:
+        problem = str(error)
     return {
         "polyamp": polyamp.__version__,
         "python": platform.python_version(),
         "system": f"{platform.platform()}, {os.cpu_count()} cores",
-        "problem": None if names else f"{adapters.UNREGISTERED}. To do: {adapters.INSTALL}",
+        "problem": problem,
         "frameworks": {name: _examine(name) for name in names},
     }
 
@@ -107,8 +111,6 @@ def demo(
     examples, absent = digits.examples(framework)
     for reason in absent:
         console.print(reason, style="yellow", highlight=False, markup=False)
-    if not adapters.names():
-        raise adapters.unregistered(where="polyamp demo")
     if not examples:
         raise MissingFrameworkError("no framework to train in", where="polyamp demo", fix='pip install "polyamp[all]"')
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

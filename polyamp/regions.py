@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar, overload
 
 from polyamp import adapters
-from polyamp.adapters import Adapter, FullAdapter, having, offers
+from polyamp.adapters import Adapter, having
 from polyamp.errors import InvalidTypeError, UnsupportedError, brief
 from polyamp.formats import name_of_dtype
 from polyamp.policies import Policy, chosen_policy
@@ -132,7 +132,7 @@ class Autocast:
         if self._policy is None:
             return None
         for adapter in adapters.in_use():
-            if offers(adapter, "traced_context") and (context := adapter.traced_context(self._policy)):
+            if hasattr(adapter, "traced_context") and (context := adapter.traced_context(self._policy)):
                 return context
         return None
 
@@ -170,7 +170,7 @@ def autocast_function(
             with traced:
                 return fn(*args, **kwargs)
         adapter = named or _autocasting(adapters.adapters_within(args, kwargs))
-        if adapter is not None and (options or offers(adapter, "autocast_function")):
+        if adapter is not None and (options or hasattr(adapter, "autocast_function")):
             transform = having(adapter, "autocast_function", options).autocast_function
             return transform(fn, policy, **options)(*args, **kwargs)
         with Autocast(policy, None if adapter is None else adapter.name):
@@ -182,18 +182,16 @@ def autocast_function(
 def _autocasting(adapters: list[Adapter]) -> Adapter | None:
     """Return the first adapter with autocast of either kind; else the first adapter, for its error message."""
     kinds = ("autocast_function", "autocast_context")
-    able = [one for one in adapters if any(offers(one, kind) for kind in kinds)]
+    able = [one for one in adapters if any(hasattr(one, kind) for kind in kinds)]
     return next(iter(able or adapters), None)
 
 
-def _ambient(backend: str | None) -> list[FullAdapter]:
+def _ambient(backend: str | None) -> list[Adapter]:
     """Return the adapters whose autocast is entered: the named one, or else every loaded one that has it."""
     loaded = adapters.loaded() if backend is None else [adapters.adapter_named(backend)]
-    ambient = [adapter for adapter in loaded if offers(adapter, "autocast_context")]
+    ambient = [adapter for adapter in loaded if hasattr(adapter, "autocast_context")]
     if ambient:
         return ambient
-    if not adapters.entries():
-        raise adapters.unregistered(where="autocast(policy)")
     if not loaded:
         return []
     raise UnsupportedError(

@@ -8,7 +8,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 from polyamp import adapters
-from polyamp.adapters import Adapter, having, offering, offers
+from polyamp.adapters import Adapter, having, offering
 from polyamp.errors import check_callable, not_traced
 from polyamp.plan import Plan
 from polyamp.policies import Policy, chosen_policy
@@ -166,7 +166,7 @@ def explain(
 
 
 def _check_rewritable(fn: object, adapter: Adapter | None, *, where: str) -> None:
-    if not offers(adapter, "rewrite"):
+    if not hasattr(adapter, "rewrite"):
         allowed = "a function, a model or a framework's graph"
         check_callable(fn, where=where, allowed=allowed, fix="pass the function itself, then its arguments")
 

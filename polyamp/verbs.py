@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from polyamp.adapters import adapter_for, having, offers
+from polyamp.adapters import adapter_for, having
 from polyamp.errors import InvalidTypeError, brief, check_options, norm_limit
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
@@ -262,7 +262,7 @@ def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
         InvalidValueError: the library is unknown.
     """
     adapter = adapter_for(None, holder, where="save_loss_scale(holder)")
-    if offers(adapter, "save_loss_scale"):
+    if hasattr(adapter, "save_loss_scale"):
         return adapter.save_loss_scale(holder, like=like)
     settings, state = adapter.loss_scale_of(holder)
     return settings.to_state_dict(state, like=like)

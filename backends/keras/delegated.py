@@ -164,7 +164,7 @@ def _by_layer(operation: PlannedOperation) -> PlannedOperation:
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.adapters.FullAdapter`."""
+    """Collect the facts that lint judges; see `polyamp.adapters.Adapter`."""
     framework = adapters.adapter_named(keras.backend.backend())
     verb = having(framework, "facts").facts
     if not isinstance(target, keras.Model):

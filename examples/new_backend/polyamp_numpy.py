@@ -85,7 +85,7 @@ def _widened(arrays: Arrays) -> Arrays:
 
 
 class NumpyAdapter:
-    """The methods that `polyamp.adapters.Adapter` requires, and one optional verb, which `polyamp.health` uses."""
+    """The required methods of `polyamp.adapters.Adapter`, and one optional verb, which `polyamp.health` uses."""
 
     name = "numpy"
     operations: Mapping[str, str] = {"matmul": "matmul", "exp": "exp", "add": "add", "sum": "sum"}

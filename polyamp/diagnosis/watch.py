@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from polyamp import adapters
-from polyamp.adapters import offers
 from polyamp.diagnosis.diagnose import Verdict, diagnose
 from polyamp.diagnosis.health import Health, health
 from polyamp.errors import InvalidTypeError, PolyampError, UsageError, check_count, warn_once, wrong_type
@@ -83,7 +82,7 @@ class _Place:
 
     def __init__(self, holder: Any) -> None:
         self._holder = holder
-        self._goes_around = holder is None or offers(adapters.adapter_within(holder), "holds_loss_scale")
+        self._goes_around = holder is None or hasattr(adapters.adapter_within(holder), "holds_loss_scale")
         self._keeps = False
         self._returned: Any = None
 
@@ -102,7 +101,7 @@ class _Place:
 
 def _holds_scale(found: Any) -> bool:
     adapter = adapters.adapter_within(found)
-    return offers(adapter, "holds_loss_scale") and adapter.holds_loss_scale(found)
+    return adapter is not None and hasattr(adapter, "holds_loss_scale") and adapter.holds_loss_scale(found)
 
 
 class Explainer:

@@ -20,7 +20,6 @@ from weakref import WeakSet
 import keras
 
 from polyamp import adapters
-from polyamp.adapters import offers
 from polyamp.backends.keras.layers import own_policy
 from polyamp.backends.keras.unstable import is_part_of_a_model
 from polyamp.errors import warn_once
@@ -93,7 +92,7 @@ def _report_unlowered(model: Any, optimizers: Any) -> None:
 def lowers_here() -> bool:
     """Return whether a rewrite or autocast of Keras' backend is active in the calling code."""
     adapter = adapters.adapter_named(keras.backend.backend())
-    if offers(adapter, "is_lowering") and adapter.is_lowering():
+    if hasattr(adapter, "is_lowering") and adapter.is_lowering():
         return True
     if adapter.name == "torch":
         import torch

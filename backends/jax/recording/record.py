@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from polyamp.backends.jax import gradients, unstable
-from polyamp.backends.jax.casting import is_array, is_floating
+from polyamp.backends.jax.casting import is_floating
 from polyamp.backends.jax.graphs.program import Program
 from polyamp.backends.jax.graphs.rewrite import run_rewritten
 from polyamp.backends.jax.modules import as_pure
-from polyamp.backends.jax.recording.counting import Sample, Table, counted, spreads
+from polyamp.backends.jax.recording.counting import Sample, spread_of
 from polyamp.backends.jax.recording.replay import Replay
 from polyamp.backends.jax.recording.values import Place, Record
 from polyamp.backends.jax.state import find_state, holds_state, initial_scalars, state_type
@@ -37,52 +36,15 @@ def record(
     scale: float | None = None,
 ) -> Recording:
     """Record every tensor of one step; see `polyamp.adapters.Record`."""
-    # The step is traced and evaluated once more, inside one ``jax.jit``; only the counts are kept. It is traced again
-    # at each call, unless it is a jitted function or captures no array: then, as under ``jax.jit``, the trace for
-    # arguments of these shapes is reused. A program that equals one of the last eight is not compiled again.
-    prepared, arrays = _prepared(step, args, kwargs, policy, widened)
-    arrays, own_scale = prepared.step.scaled(arrays, scale)
-    table, loss = jax.device_get(prepared.run(arrays, prepared.constants))
+    # The step is traced and evaluated once more, inside one ``jax.jit``; only samples are kept. A program that equals
+    # one of the last eight is not compiled again.
+    traced, arrays = traced_step(step, args, kwargs, policy)
+    arrays, own_scale = traced.scaled(arrays, scale)
+    run = _compiled(_Program(traced, policy, widened))
+    samples, loss = jax.device_get(run.samples(arrays, unstable.opened(traced.closed)[1]))
     own_loss = None if loss is None else float(loss)
-    observations = _observations(prepared.run.records, table)
-    return Recording("jax", str(policy), own_loss, own_scale, widened, observations, prepared.step.differentiates)
-
-
-class _Prepared(NamedTuple):
-    step: TracedStep
-    run: _Run
-    constants: Sequence[Any]
-
-
-_PREPARED: WeakKeyDictionary[Any, dict[Any, _Prepared]] = WeakKeyDictionary()
-
-
-def _prepared(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, widened: bool
-) -> tuple[_Prepared, list[Any]]:
-    """Return a step that is ready to run, and the arguments of its jaxpr."""
-    is_jitted = isinstance(step, jax.stages.Wrapped)
-    lasts = is_jitted or isinstance(step, FunctionType)  # a bound method is a new object each time
-    known, call = _PREPARED.setdefault(step, {}) if lasts else {}, (_call(args, kwargs), policy, widened)
-    if call[0] is not None and call in known:
-        return known[call], known[call].step.arrays(args, kwargs)
-    found, arrays = traced(step, args, kwargs, policy)
-    _, constants = unstable.opened(found.closed)
-    prepared = _Prepared(found._replace(closed=None), _compiled(_Program(found, policy, widened)), constants)
-    if call[0] is not None and found.is_pure and (is_jitted or not constants):
-        known[call] = prepared
-    return prepared, arrays
-
-
-def _call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the key of a call's trace: structure, shapes, dtypes, and other leaves by value; None if not hashable."""
-    leaves, tree = jax.tree.flatten((args, dict(kwargs)))
-    call = tree, tuple(jax.typeof(leaf) if is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
-    try:
-        hash(call)
-    except TypeError:  # for example a list in a static field
-        return None
-    return call
+    observations = _observations(run.records, samples)
+    return Recording("jax", str(policy), own_loss, own_scale, widened, observations, traced.differentiates)
 
 
 class _Program:
@@ -103,16 +65,12 @@ class _Program:
 
 
 class _Run:
-    """A step compiled together with its counting."""
+    """A step compiled together with its samples."""
 
     def __init__(self, program: _Program) -> None:
         self.records: list[Record] = []
         self._program = program
-        self._call = jax.jit(self._evaluated)
-
-    def __call__(self, arrays: Sequence[Any], constants: Sequence[Any]) -> tuple[Table, Any]:
-        samples, loss = self._call(arrays, constants)
-        return counted(samples), loss
+        self.samples = jax.jit(self._evaluated)
 
     def _evaluated(self, arrays: Sequence[Any], constants: Sequence[Any]) -> tuple[list[Sample], Any]:
         program, replay = self._program, Replay(self._program.policy, widened=self._program.widened)
@@ -160,8 +118,8 @@ def _only(shape: tuple[int, ...], parameters: Sequence[tuple[str, tuple[int, ...
     return names[0] if len(names) == 1 else ""
 
 
-def _observations(records: Sequence[Record], table: Table) -> tuple[Observation, ...]:
-    found = zip(records, spreads(table, [record.shape for record in records]), strict=True)
+def _observations(records: Sequence[Record], samples: Sequence[Sample]) -> tuple[Observation, ...]:
+    found = [(one, spread_of(own, math.prod(one.shape))) for one, own in zip(records, samples, strict=True)]
     return tuple(
         Observation(one.kind, *one.origin[:-1], one.shape, spread) for one, spread in found if spread is not None
     )
@@ -175,16 +133,9 @@ class TracedStep(NamedTuple):
 
     closed: Any  # the jaxpr
     differentiates: bool  # whether the step has its own backward pass. Else it got one here, if it returns a loss
-    adds_scale: bool  # whether the state of a wrapped optimizer was put before its arguments
     scale_index: int | None  # index of the loss scale in the jaxpr's arguments; None if it is not among them
     loss_index: int | None  # index of the unscaled loss in its results; None if it is not among them
     parameters: tuple[tuple[str, tuple[int, ...]], ...]  # name and shape of each floating-point argument
-    is_pure: bool  # whether no flax NNX module is among its arguments
-
-    def arrays(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the jaxpr's arguments for another call of a pure step."""
-        given = ((_holder(), *args) if self.adds_scale else args, dict(kwargs))
-        return [leaf for leaf in jax.tree.leaves(given) if is_array(leaf)]
 
     def scaled(self, arrays: list[Any], scale: float | None) -> tuple[list[Any], float]:
         """Return the jaxpr's arguments with the given loss scale, and the scale in use."""
@@ -195,7 +146,7 @@ class TracedStep(NamedTuple):
         return [*before, own, *after], float(np.asarray(own).flat[0])  # the first copy, if it is replicated
 
 
-def traced(
+def traced_step(
     step: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> tuple[TracedStep, list[Any]]:
     """Return a step, and the arguments of its jaxpr in this call."""
@@ -205,17 +156,14 @@ def traced(
     with policy:
         trace = _Trace(step, args, given)
         differentiates = unstable.has_backward(trace.program.closed)
-        adds_scale = not differentiates and _is_loss(trace.results)
-        if adds_scale:
+        if not differentiates and _is_loss(trace.results):
             args = (_holder(), *args)
             trace = _Trace(_differentiated(step, policy, has_aux=isinstance(trace.results, tuple)), args, given)
         elif not differentiates:
             trace = _Trace(step, args, given, policy)
     closed, arrays = trace.program.closed, trace.program.arrays
     index = _scale_index(arrays, (args, given))
-    return TracedStep(
-        closed, differentiates, adds_scale, index, trace.loss_index, _floating(args), trace.is_pure
-    ), arrays
+    return TracedStep(closed, differentiates, index, trace.loss_index, _floating(args)), arrays
 
 
 class _Trace:
@@ -234,8 +182,7 @@ class _Trace:
         self.program = Program(under_policy, (own_args, own_kwargs), {})
         outputs = unstable.specs_of_results(self.program.closed)
         results = self.program.results(outputs)
-        self.is_pure = pure is fn
-        self.results = results if self.is_pure else results[0]
+        self.results = results if pure is fn else results[0]
         loss = _loss_in(self.results)
         self.loss_index = next((index for index, spec in enumerate(outputs) if spec is loss), None)
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from polyamp.backends.jax import gradients, unstable
 from polyamp.backends.jax.operations import canonical
-from polyamp.backends.jax.recording.counting import Sample, merged, nothing, sample
+from polyamp.backends.jax.recording.counting import Sample, nothing, sample
 from polyamp.backends.jax.recording.values import Evaluated, Origin, Place, Record, bound_widened, is_low, widened
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind
 from polyamp.flow import decide
@@ -175,9 +175,6 @@ def _format(variable: Any) -> str:
     return dtype.name if dtype is not None and dtype.name in FORMATS else ""
 
 
-_LAST_TURNS = 16  # recorded iterations of a loop whose number of iterations is not known
-
-
 Handler = Callable[[Replay, Any, list[Evaluated], Place, Sequence[bool]], list[Evaluated] | None]
 """Returns the outputs of an equation, or None if the caller must evaluate it as an operation."""
 
@@ -246,38 +243,24 @@ def _scan(
 def _while(
     replay: Replay, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]
 ) -> list[Evaluated]:
-    """Record a while loop: all iterations count in the totals, and the last ones are sampled."""
+    """Record a while loop: all iterations count in the totals, and the last one is sampled."""
     params = equation.params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     for_condition, for_body, initial = values[:first], values[first:second], values[second:]
-    part = _Part(replay, params["body_jaxpr"], place.repeated(_LAST_TURNS))
-    empty = [_turns(sample) for sample in part.nothing([*for_body, *initial])]
+    part = _Part(replay, params["body_jaxpr"], place)
+    empty = part.nothing([*for_body, *initial])
 
     def condition(carry: Any) -> Any:
         with replay.collecting():
-            given = [*for_condition, *_around(initial, carry[1])]
+            given = [*for_condition, *_around(initial, carry[0])]
             return replay.run(params["cond_jaxpr"], given, place)[0].array
 
     def body(carry: Any) -> Any:
-        turn, arrays, kept = carry
-        arrays, samples = part.run_complete([*for_body, *_around(initial, arrays)])
-        return turn + 1, arrays, [_kept(old, new, turn) for old, new in zip(kept, samples, strict=True)]
+        arrays, samples = part.run_complete([*for_body, *_around(initial, carry[0])])
+        return arrays, [new.after(old) for old, new in zip(carry[1], samples, strict=True)]
 
-    _, last, samples = lax.while_loop(condition, body, (jnp.int32(0), _arrays(initial), empty))
+    last, samples = lax.while_loop(condition, body, (_arrays(initial), empty))
     return part.results(last, samples)
-
-
-def _turns(empty: Sample) -> Sample:
-    values, present = (jnp.stack([field] * _LAST_TURNS) for field in empty[:2])
-    return Sample(values, present, empty.totals)
-
-
-def _kept(old: Sample, new: Sample, turn: Any) -> Sample:
-    place = turn % _LAST_TURNS
-    values, present = (
-        lax.dynamic_update_index_in_dim(field, own, place, 0) for field, own in zip(old[:2], new[:2], strict=True)
-    )
-    return Sample(values, present, merged(old.totals, new.totals))
 
 
 def _cond(

@@ -258,7 +258,8 @@ def test_a_while_loop_and_the_branch_that_was_taken_are_recorded() -> None:
 
     recording = record(forward, jnp.array([1.0, 3.0]), jnp.bool_(True))
     assert places(recording) == ["mul", "exp"]
-    assert_spread(only(recording, "mul"), [[2.0**k, 3 * 2.0**k] for k in range(1, 7)])
+    product = only(recording, "mul").spread
+    assert (product.elements, product.seen, product.largest) == (12, 2, 192.0)  # all turns, and a sample of the last
     other = record(forward, jnp.array([1.0, 3.0]), jnp.bool_(False))
     assert places(other) == ["mul", "log"]
 
@@ -390,21 +391,6 @@ def test_errors_of_the_step_pass_through() -> None:
 
     with pytest.raises(RuntimeError, match="on purpose"):
         record(broken, PARAMS, X)
-
-
-def test_a_function_that_captures_no_array_is_traced_once() -> None:
-    traces = []
-
-    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        traces.append(x.shape)
-        return (x @ w).sum()
-
-    first, count = record(loss, normal(0, 6, 3), X), len(traces)
-    second = record(loss, normal(0, 6, 3) * 2, X)
-    assert len(traces) == count
-    assert only(second, "matmul").spread == only(first, "matmul").spread.scaled(1)
-    record(loss, normal(0, 6, 3), X[:2])
-    assert len(traces) > count
 
 
 def test_a_function_that_captures_an_array_sees_the_new_one() -> None:

@@ -19,7 +19,7 @@ from polyamp.backends.torch.recording import widening
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.widening import values_of
 from polyamp.backends.torch.tracking import Tracker
-from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Kind
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Kind, Observation
 from polyamp.diagnosis.spread import FIELDS, Spread, stride
 from polyamp.flow import decide
 from polyamp.operations import OPERATIONS
@@ -66,38 +66,18 @@ _unsafe_masked_index
 _MOVES = frozenset(_MOVING.split())
 
 
-class Counts:
-    """The counts of each tensor of a step."""
-
-    def __init__(self) -> None:
-        self._rows: list[Tensor] = []
-        self._sizes: list[tuple[int, int]] = []
-
-    def add(self, tensor: Tensor) -> int:
-        """Count a floating-point tensor's elements; for a distributed tensor, those of this rank."""
-        magnitudes = _flat(tensor).abs()
-        sample = magnitudes[:: stride(magnitudes.numel())].contiguous()
-        self._rows.append(_row(magnitudes, sample))
-        self._sizes.append((magnitudes.numel(), sample.numel()))
-        return len(self._rows) - 1
-
-    def spreads(self) -> list[Spread]:
-        """Return all spreads. Waits for each device once."""
-        devices = {row.device for row in self._rows}
-        rows: list[list[float]] = [[]] * len(self._rows)
-        for device in devices:
-            places = [place for place, row in enumerate(self._rows) if row.device == device]
-            found = torch.stack([self._rows[place] for place in places]).tolist()
-            for place, row in zip(places, found, strict=True):
-                rows[place] = row
-        return [_spread(*size, row) for size, row in zip(self._sizes, rows, strict=True)]
-
-
-def _spread(elements: int, seen: int, row: list[float]) -> Spread:
-    zeros, inf, nan, largest = row[2 * FIELDS :]
-    return Spread.of_fields(
-        elements, seen, int(zeros), int(inf), int(nan), largest, row[:FIELDS], row[FIELDS : 2 * FIELDS]
-    )
+def spread_of(tensor: Tensor) -> Spread:
+    """Count a floating-point tensor's elements; of a distributed tensor, those of this rank."""
+    magnitudes = _flat(tensor).abs()
+    sample = magnitudes[:: stride(magnitudes.numel())].contiguous().cpu()
+    inf, nan, largest = 0, 0, float(magnitudes.amax())
+    if not math.isfinite(largest):
+        inf, nan = int(magnitudes.isinf().sum()), int(magnitudes.isnan().sum())
+        largest = float(torch.where(magnitudes.isfinite(), magnitudes, 0.0).amax())
+    fields = sample.view(torch.int32) >> 23  # the sign bit is 0
+    counts, mass = (torch.bincount(fields, weights, FIELDS).tolist() for weights in (None, sample.double()))
+    zeros = sample.numel() - int(sample.count_nonzero())
+    return Spread.of_fields(magnitudes.numel(), sample.numel(), zeros, inf, nan, largest, counts, mass)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -115,45 +95,6 @@ def _extent(tensor: Tensor) -> int:
     """Return the number of elements from the first to the last one, in memory."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * step for size, step in steps)
-
-
-def _row(magnitudes: Tensor, sample: Tensor) -> Tensor:
-    fields = sample.view(torch.int32) >> 23  # the sign bit is 0
-    zeros = sample.numel() - sample.count_nonzero()
-    extremes = torch.stack([one.double() for one in (zeros, *_extremes(magnitudes))])
-    return torch.cat([_histogram(fields, None).double(), _histogram(fields, sample).double(), extremes])
-
-
-def _histogram(fields: Tensor, weights: Tensor | None) -> Tensor:
-    if fields.device.type == "cpu":
-        return torch.bincount(fields, weights, FIELDS)
-    added = torch.ones_like(fields) if weights is None else weights  # bincount would wait for the device
-    return torch.zeros(FIELDS, dtype=added.dtype, device=added.device).index_add_(0, fields, added)
-
-
-def _extremes(magnitudes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of infinite elements, the number of NaN, and the largest finite element."""
-    largest = magnitudes.amax()
-    if largest.device.type == "cpu" and math.isfinite(largest):
-        none = torch.zeros(())
-        return none, none, largest
-    finite = torch.where(magnitudes.isfinite(), magnitudes, 0.0)
-    return magnitudes.isinf().sum(), magnitudes.isnan().sum(), finite.amax()
-
-
-class Row(NamedTuple):
-    """One tensor of a step. It becomes a `polyamp.diagnosis.recording.Observation` when its counts are on the host."""
-
-    kind: Kind
-    name: str
-    native: str
-    where: str
-    op_class: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    counted: int  # index of its counts
-    # the rows of the tensors that were added up, or the row of the tensor that was cast, to make this one
-    made_of: tuple[int, ...] = ()
 
 
 class UpdateBegins(BaseException):
@@ -192,11 +133,12 @@ class Recorder(Watcher):
 
     def __init__(self, policy: Policy, tracker: Tracker, wide: bool, changes: Changes) -> None:
         super().__init__(wide, changes)
-        self.counts = Counts()
-        self.rows: list[Row] = []
+        self.rows: list[Observation] = []
         self.leaves: dict[Tensor, int | None] = {}
         self.replaced: set[int] = set()
         self._policy, self._tracker = policy, tracker
+        # by row: the rows of the tensors that were added up, or the row of the tensor that was cast, to make this one
+        self._made_of: dict[int, Sequence[int]] = {}
         self._row_of: dict[int, tuple[int, bool]] = {}  # by the storage of a result; whether it still has those values
         self._narrowed: dict[tuple[int, torch.dtype], int] = {}  # by the row that was cast, and the target
         self._recorded_at: dict[int, str] = {}  # the module path of each autograd node, by its number
@@ -252,7 +194,7 @@ class Recorder(Watcher):
         # The first cast to 16 bits adds a row: between float32 work and the next 16-bit operation, values can overflow
         # or be lost in this cast.
         maker = self.rows[row]
-        if result.dtype not in SIXTEEN_BIT or maker.dtype in SIXTEEN_BIT or maker.kind != kind:
+        if result.dtype not in SIXTEEN_BIT or maker.is_low or maker.kind != kind:
             return row, same
         if (row, result.dtype) not in self._narrowed:
             self._narrowed[row, result.dtype] = self._count_as(row, result)
@@ -260,17 +202,19 @@ class Recorder(Watcher):
 
     def _count_as(self, row: int, result: Tensor) -> int:
         """Add a row for a tensor that was moved or cast from the tensor of another row."""
-        counted, shape = self.counts.add(result), tuple(result.shape)
-        self.rows.append(self.rows[row]._replace(dtype=result.dtype, shape=shape, counted=counted, made_of=(row,)))
+        about = {"format": _format(result), "shape": tuple(result.shape), "spread": spread_of(result)}
+        self._made_of[len(self.rows)] = [row]
+        self.rows.append(self.rows[row]._replace(**about))
         return len(self.rows) - 1
 
     def _add(self, operator: Operator, kind: Kind, path: str, result: Tensor, parts: Sequence[int]) -> int:
-        counted = self.counts.add(result)
-        op_class = self._class_of(operator.name, path)
-        made_of = tuple(parts) if kind == GRADIENT else ()
+        op_class, shape = self._class_of(operator.name, path), tuple(result.shape)
+        made = Observation(
+            kind, operator.name, operator.native, path, op_class, _format(result), shape, spread_of(result)
+        )
+        self._made_of[len(self.rows)] = parts if kind == GRADIENT else []
         self._row_of[_storage(result)] = len(self.rows), True
-        dtype, shape = result.dtype, tuple(result.shape)
-        self.rows.append(Row(kind, operator.name, operator.native, path, op_class, dtype, shape, counted, made_of))
+        self.rows.append(made)
         return len(self.rows) - 1
 
     def _class_of(self, name: str, path: str) -> str:
@@ -305,9 +249,13 @@ class Recorder(Watcher):
 
     def _parts_of(self, row: int) -> Iterator[int]:
         yield row
-        for part in self.rows[row].made_of:
+        for part in self._made_of[row]:
             if part not in self.replaced and self.rows[part].kind == GRADIENT:
                 yield from self._parts_of(part)
+
+
+def _format(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _in_backward(operator: Operator, node: Any) -> Operator:

@@ -20,13 +20,12 @@ from polyamp.backends.torch.autocast.frames import nesting
 from polyamp.backends.torch.autocast.regions import ACCELERATOR
 from polyamp.backends.torch.autocast.weights import forget_casts
 from polyamp.backends.torch.recording.changes import Changes
-from polyamp.backends.torch.recording.mode import Recorder, Row, UpdateBegins
+from polyamp.backends.torch.recording.mode import Recorder, UpdateBegins
 from polyamp.backends.torch.recording.reach import Reach, keep, names_of, told
 from polyamp.backends.torch.steps.losses import COUNTS, LATEST
 from polyamp.backends.torch.steps.optimizer import ALIVE
 from polyamp.backends.torch.tracking import ModuleHooks, Tracker
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
-from polyamp.diagnosis.spread import Spread
 from polyamp.errors import InvalidTypeError, NonFiniteLossError, UnsupportedError, shown
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
@@ -74,21 +73,15 @@ def _backward(recorder: Recorder, loss: Tensor, scale: float) -> Tensor:
 
 def _observations(run: Run, recorder: Recorder) -> Iterator[Observation]:
     """Yield observations up to the end of the last backward pass, then parameters' gradients."""
-    rows, spreads = recorder.rows, recorder.counts.spreads()
+    rows = recorder.rows
     last = max((place for place, row in enumerate(rows) if row.kind != ACTIVATION), default=len(rows))
     for place, row in enumerate(rows[: last + 1]):
         if place not in recorder.replaced:
-            yield _observation(row, spreads)
+            yield row
     for leaf, name in names_of([*run.reach.modules(), *run.tracker.roots], list(recorder.leaves)).items():
         at = recorder.leaves[leaf]
         if at is not None:
-            shape = tuple(leaf.shape)
-            yield _observation(rows[at], spreads)._replace(kind=PARAMETER, name=name, where="", shape=shape)
-
-
-def _observation(row: Row, spreads: list[Spread]) -> Observation:
-    format_name = str(row.dtype).removeprefix("torch.")
-    return Observation(*row[:5], format_name, row.shape, spreads[row.counted])
+            yield rows[at]._replace(kind=PARAMETER, name=name, where="", shape=tuple(leaf.shape))
 
 
 def _check_sharding(modules: Iterable[nn.Module], widened: bool) -> None:

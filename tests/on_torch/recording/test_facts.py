@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import polyamp
 from polyamp.backends.torch import adapter
-from polyamp.backends.torch.recording.mode import Counts
+from polyamp.backends.torch.recording.mode import spread_of
 from polyamp.backends.torch.recording.reach import Reach
 from polyamp.backends.torch.recording.widening import Widened
 from polyamp.diagnosis.lint import ClassLoss, Facts, Product
@@ -218,19 +218,12 @@ def test_objects_and_globals_are_followed() -> None:
 # What is counted.
 
 
-def counted(tensor: Tensor) -> Spread:
-    counts = Counts()
-    counts.add(torch.ones(2))
-    place = counts.add(tensor)
-    return counts.spreads()[place]
-
-
 FLOATS = st.floats(width=32, allow_subnormal=True) | st.sampled_from([0.0, math.inf, -math.inf, math.nan, 2.0**-149])
 
 
 @given(st.lists(FLOATS, min_size=1, max_size=40))
 def test_counts_are_those_of_the_core(values: list[float]) -> None:
-    found, expected = counted(torch.tensor(values)), Spread.of(values)
+    found, expected = spread_of(torch.tensor(values)), Spread.of(values)
     for name in ("elements", "seen", "zeros", "inf", "nan", "largest", "counts"):
         assert getattr(found, name) == getattr(expected, name)
     assert found.mass == pytest.approx(expected.mass, rel=1e-5, abs=1e-44)
@@ -252,13 +245,13 @@ def test_counts_are_those_of_the_core(values: list[float]) -> None:
 def test_any_tensor_is_counted(tensor: Tensor) -> None:
     values = tensor.value if isinstance(tensor, Widened) else tensor.detach()
     values = values.coalesce().values() if values.is_sparse else values
-    assert counted(tensor) == Spread.of(values.flatten().tolist())
+    assert spread_of(tensor) == Spread.of(values.flatten().tolist())
 
 
 def test_of_large_tensors_a_part_is_counted_and_extremes_are_looked_for_in_all() -> None:
     values = torch.ones(5 * SAMPLE)
     values[1], values[2], values[3] = 1e30, math.inf, math.nan
-    spread = counted(values)
+    spread = spread_of(values)
     assert (spread.elements, spread.seen) == (5 * SAMPLE, len(values[:: stride(5 * SAMPLE)]))
     assert (spread.inf, spread.nan, spread.largest) == (1, 1, pytest.approx(1e30))
 

@@ -67,24 +67,17 @@ def builds_graph() -> bool:
     return not tf.executing_eagerly()
 
 
-def traces_around(tensors: Sequence[Any]) -> list[int]:
-    """Return an identity for the function that is being traced, and for those around it; 0 in eager code."""
+def places(tensors: Sequence[Any]) -> list[Any]:
+    """Return what is being traced around these tensors, innermost first. In eager code, the replica, if any."""
+    if keras.backend.backend() == "tensorflow":
+        from polyamp.backends.tensorflow.steps.skipping import places
+
+        return places()
     if keras.backend.backend() == "jax":
         import jax
 
-        traced = (id(jax_trace(tensor)) for tensor in tensors if isinstance(tensor, jax.core.Tracer))
-        return [next(traced, 0)]
-    return _graphs_around() if builds_graph() else [0]
-
-
-def _graphs_around() -> list[int]:
-    import tensorflow as tf
-
-    graph, found = tf.compat.v1.get_default_graph(), []
-    while graph is not None:
-        found.append(id(graph))
-        graph = getattr(graph, "outer_graph", None)  # only graphs of functions have one
-    return found
+        return [jax_trace(tensor) for tensor in tensors if isinstance(tensor, jax.core.Tracer)][:1]
+    return []
 
 
 def describe() -> dict[str, Any]:

@@ -8,10 +8,10 @@ from typing import Any
 import keras
 from keras import ops
 
-from polyamp.backends.keras.backend import in_strategy, platform_of
+from polyamp.backends.keras.backend import in_strategy, places, platform_of
 from polyamp.backends.keras.casting import is_sixteen_bit
 from polyamp.backends.keras.steps.gradients import MasterWeights, all_finite, clip_factor, multiplied
-from polyamp.backends.keras.steps.scaler import LossScaler, UnscaledGradients, skipped
+from polyamp.backends.keras.steps.scaler import LossScaler, skipped
 from polyamp.backends.keras.steps.settings import check_factor, check_masters, check_optimizer, settings_given
 from polyamp.backends.keras.steps.skipping import decision, update_if, update_scope
 from polyamp.backends.keras.unstable import built_on, index_in
@@ -27,6 +27,7 @@ from polyamp.errors import (
 )
 from polyamp.policies import Policy
 from polyamp.scale import LossScale, LossScaleState, StepResult
+from polyamp.unscaled import UnscaledGradients
 
 
 @keras.saving.register_keras_serializable(package="polyamp")
@@ -99,7 +100,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         self.max_grad_norm = norm
         check_master_weights(master_weights)
         self.master_weights = master_weights
-        self._unscaled = UnscaledGradients()
+        self._unscaled = UnscaledGradients("get_unscaled_gradients", places)
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Make the inner optimizer's variables and the master weights. Keras calls this before the first step."""

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from polyamp.adapters import FINITE, UPDATE_SCOPE
 from polyamp.backends.tensorflow.graphs.graph import Graph, Node, NodeDef
+from polyamp.backends.tensorflow.unstable import graphs_around
 from polyamp.errors import outside_replicas, without_common_step
 
 
@@ -50,6 +51,13 @@ def replica_context() -> tf.distribute.ReplicaContext:
     if context is None:
         raise outside_replicas(tf.distribute.get_strategy())
     return context
+
+
+def places(_: Sequence[Any] = ()) -> list[Any]:
+    """Return the graphs that are built here, innermost first. In eager code, the replica that runs it, if any does."""
+    if not tf.executing_eagerly():
+        return graphs_around()
+    return [tf.distribute.get_replica_context()] if tf.distribute.has_strategy() else []
 
 
 def update_if(finite: tf.Tensor, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any]) -> tf.Tensor:

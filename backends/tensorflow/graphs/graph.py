@@ -107,6 +107,16 @@ class Graph:
         new._add([_taking(definition, moved) for definition in definitions], library)
         return new
 
+    def made_from(self, values: Iterable[str]) -> set[str]:
+        """Return these values and all values that they are computed from."""
+        found, pending = set[str](), list(values)
+        while pending:
+            value = pending.pop()
+            if value not in found:
+                found.add(value)
+                pending.extend(self.maker[value].inputs if value in self.maker else ())
+        return found
+
     def consumers(self) -> dict[str, list[Node]]:
         """Return, for the name of each node, the nodes that take its values."""
         found: dict[str, list[Node]] = {node.name: [] for node in self.nodes}
@@ -119,6 +129,11 @@ class Graph:
 def closes_loop(node: Node) -> bool:
     """Return whether a node of TensorFlow 1's control flow passes a loop's value to the next iteration."""
     return node.op in ("NextIteration", "RefNextIteration")
+
+
+def maker_name(reference: str) -> str:
+    """Return the node that a reference names: a value ``node:output:0``, or a control input ``^node``."""
+    return reference.removeprefix("^").partition(":")[0]
 
 
 def _taking(definition: Any, moved: Mapping[str, str]) -> Any:

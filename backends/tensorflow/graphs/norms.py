@@ -1,17 +1,13 @@
 """Replace batch norms, and their gradients, that a graph writes out by the one kernel that does their work.
 
-Keras writes a batch norm as `tf.nn.moments` and `tf.nn.batch_normalization`. In the graph this is about fifteen nodes::
+Keras writes a batch norm as `tf.nn.moments` and `tf.nn.batch_normalization`: about fifteen nodes, and thirty more for
+its gradient, most of which read and write whole images in float32. ``FusedBatchNormV3`` takes 16-bit images, computes in
+float32 and reads each image once; ``FusedBatchNormGradV3`` does the same for the gradient. Other users of the mean and
+the variance, such as moving averages, get the kernel's.
 
-    mean, variance = Mean(x), Mean(SquaredDifference(x, mean))
-    factor = Rsqrt(variance + epsilon) * scale
-    result = x * factor + (offset - mean * factor)
-
-The search starts at the last node of a norm and goes backwards. All parts must match.
-
-A written-out norm has about fifteen nodes and its gradient thirty more, and most of them read and write whole images in
-float32. ``FusedBatchNormV3`` takes 16-bit images, computes in float32 and reads each image once;
-``FusedBatchNormGradV3`` does the same for the gradient. Other users of the mean and the variance, such as moving
-averages, get the kernel's. A norm that does not match in every part stays as it is.
+Which nodes these are is not said here: TensorFlow writes an example, and a part of a graph is a norm if it is the same
+as the example, except for moves. For example, Keras reshapes the mean that `tf.nn.moments` squeezed: what is moved is
+the ``Mean`` of the example. A norm that differs anywhere stays as it is.
 """
 
 from __future__ import annotations
@@ -20,213 +16,116 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, NodeDef, Places
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, NodeDef, Places, maker_name
 
-_IMAGE_AXES = (0, 1, 2)
-_RESHAPES = ("Reshape", "Squeeze", "ExpandDims", "Identity", "StopGradient")
-_SUMS = ("AddN", "AddV2", "Add")
+Match = Mapping[str, str]
+"""The values of a graph that are the same as the example's, by the example's names for them."""
 
-
-class Norm(NamedTuple):
-    """A written-out batch norm of a training step: ``(x - mean) / sqrt(variance + epsilon) * scale + offset``."""
-
-    result: Node  # the node that computes the result
-    x: str  # the images, a value
-    mean: Node  # the node that computes the mean, of the shape ``[1, 1, 1, channels]``
-    variance: Node  # the node that computes the variance, of the same shape
-    scale: str  # a value
-    offset: str  # a value
-    root: str  # the value ``1 / sqrt(variance + epsilon)``
-    factor: str  # the value ``root * scale``
-    epsilon: float  # the number
+_MOVES = ("Reshape", "Squeeze", "ExpandDims", "Identity", "StopGradient", "Tile", "BroadcastTo")
+_COMMUTATIVE = ("AddN", "AddV2", "Mul")
+_IMAGES, _ELEMENTS = (2, 3, 5, 7), 30.0  # the shape of the example's images, and the elements of one channel
 
 
-class Gradient(NamedTuple):
-    """The gradient of a `Norm`."""
+@functools.cache
+def _example() -> Graph:
+    """Return a batch norm of a training step, with its gradient, as TensorFlow writes them."""
+    with tf.Graph().as_default() as graph:
+        shapes = {"x": _IMAGES, "grad": _IMAGES, "scale": _IMAGES[3:], "offset": _IMAGES[3:], "epsilon": ()}
+        x, grad, scale, offset, epsilon = (
+            tf.compat.v1.placeholder(tf.float32, shape, name) for name, shape in shapes.items()
+        )
+        mean, variance = tf.nn.moments(x, (0, 1, 2))
+        y = tf.nn.batch_normalization(x, mean, variance, offset, scale, epsilon)
+        grads = tf.gradients(y, [x, scale, offset], grad)
+        names = ("y", "mean", "variance", "x_grad", "scale_grad", "offset_grad")
+        for name, tensor in zip(names, (y, mean, variance, *grads), strict=True):
+            tf.identity(tensor, name)
+    return Graph(graph.as_graph_def().node, {})
 
-    result: Node  # the node that computes the gradient of the images
-    grad: str  # the gradient of the norm's result, a value
-    scale: Node  # the node that computes the gradient of the scale
-    offset: Node  # the node that computes the gradient of the offset
+
+def _unmoved(graph: Graph, value: str) -> str:
+    while (node := graph.maker.get(value)) is not None and node.op in _MOVES:
+        value = node.inputs[0]
+    return value
 
 
-class NormFinder:
-    """The search for batch norms and their gradients in one graph."""
+def _of(found: Match, name: str) -> str:
+    return found[_unmoved(_example(), name)]
+
+
+class _Search:
+    """The search for the example in one graph."""
 
     def __init__(self, graph: Graph, places: Places) -> None:
-        self._graph, self._places = graph, places
-        self._users: dict[str, list[Node]] = {}
-        for node in graph.nodes:
-            for value in dict.fromkeys(node.inputs):
-                self._users.setdefault(value, []).append(node)
+        self._graph, self._places, self._consumers = graph, places, graph.consumers()
 
-    def norms(self) -> Iterator[Norm]:
-        """Yield the norms of images in a training step."""
+    def norms(self) -> Iterator[Match]:
+        """Yield the norms that a kernel can replace, each with its gradient if that is complete."""
+        found = (self._gradient(node) for node in self._graph.nodes if node.op == "AddN")
+        gradients = {(_of(one, "scale"), _of(one, "variance")): one for one in found if one is not None}
         for node in self._graph.nodes:
-            if node.op in ("AddV2", "Add") and node.output_ports[0].dtype == FLOAT32 and len(self._shape(node)) == 4:
-                for scaled, shift in (node.inputs, node.inputs[::-1]):
-                    if (norm := self._norm(node, scaled, shift)) is not None:
-                        yield norm
-                        break
+            norm = self._same("y", node.outputs[0], {}) if node.op == "AddV2" else None
+            if norm is not None and self._has_kernel(node, norm):
+                gradient = gradients.get((_of(norm, "scale"), _of(norm, "variance")), {})
+                is_its = all(gradient.get(name, value) == value for name, value in norm.items())
+                yield {**norm, **gradient} if is_its else norm
 
-    def _norm(self, result: Node, scaled: str, shift: str) -> Norm | None:
-        sub = self._made(shift, "Sub")
-        moved = self._made(sub.inputs[1], "Mul") if sub else None
-        product = self._made(scaled, "Mul")
-        if sub is None or moved is None or product is None:
+    def _gradient(self, node: Node) -> Match | None:
+        found = self._same("x_grad", node.outputs[0], {})
+        if found is None:
             return None
-        for x, factor in (product.inputs, product.inputs[::-1]):
-            mean = self._factor_of(moved, factor)
-            found = self._statistics(x, mean, factor) if mean else None
-            if found is not None and self._is_of_channels(x, sub.inputs[0], *found[:2], found[2]):
-                return Norm(result, x, *found[:2], found[2], sub.inputs[0], found[3], factor, found[4])
-        return None
+        last = _example().maker[_unmoved(_example(), "scale_grad")]
+        users = self._consumers[self._graph.maker[found[last.inputs[0]]].name]
+        results = (self._same("scale_grad", one.outputs[0], found) for one in users if one.op == last.op)
+        return next(filter(None, results), None)
 
-    def _statistics(self, x: str, mean: str, factor: str) -> tuple[Node, Node, str, str, float] | None:
-        """Find the nodes of mean and variance, the scale, the root and its epsilon."""
-        product = self._made(factor, "Mul")
-        for root, scale in (product.inputs, product.inputs[::-1]) if product else ():
-            rsqrt = self._made(root, "Rsqrt")
-            added = self._made(rsqrt.inputs[0], "AddV2") if rsqrt else None
-            epsilon = self._number(added.inputs[1]) if added else None
-            variance = self._reduced(added.inputs[0]) if added else None
-            if added is None or variance is None or epsilon is None:
-                continue
-            square = self._made(variance.inputs[0], "SquaredDifference")
-            average = self._reduced(mean)
-            if square is None or average is None or average.inputs[0] != x or square.inputs[0] != x:
-                continue
-            if self._stripped(square.inputs[1]) == average.outputs[0]:
-                return average, variance, scale, root, epsilon
-        return None
-
-    def _is_of_channels(self, x: str, offset: str, mean: Node, variance: Node, scale: str) -> bool:
-        """Return whether the parts of a norm have one element for each channel of the images ``x``, and known sizes."""
-        shape = self._shape_of(x)
-        shapes = [self._shape_of(value) for value in (offset, scale, mean.outputs[0], variance.outputs[0])]
-        return len(shape) == 4 and all(one[-1:] == shape[-1:] and np.prod(one) == shape[-1] for one in shapes)
-
-    def gradient(self, norm: Norm) -> Gradient | None:
-        """Return the gradient of a norm; None if it is not complete."""
-        shape = self._shape_of(norm.x)
-        for product in self._users.get(norm.factor, ()):
-            if product.op == "Mul":
-                grad = self._factor_of(product, norm.factor)
-                if grad is not None and self._shape_of(grad) == shape and grad != norm.x:
-                    return self._gradient(norm, product, grad)
-        return None
-
-    def _gradient(self, norm: Norm, direct: Node, grad: str) -> Gradient | None:
-        sums = [node for node in self._users.get(grad, ()) if self._sums_images(node)]
-        weighted = [
-            total
-            for node in self._users.get(grad, ())
-            if node.op == "Mul" and self._factor_of(node, norm.x) == grad
-            for total in self._users.get(node.outputs[0], ())
-            if self._sums_images(total)
-        ]
-        results = [node for node in self._users.get(direct.outputs[0], ()) if node.op == "AddN"]
-        if len(weighted) != 1 or len(results) != 1 or len(results[0].inputs) != 3:
+    def _same(self, wanted: str, value: str, known: Match) -> Match | None:
+        """Return the values for one of the example's and all it is made from; None if the graph's value differs."""
+        wanted = _unmoved(_example(), wanted)
+        one = _example().maker[wanted]
+        is_argument = one.op == "Placeholder"
+        value = value if is_argument else _unmoved(self._graph, value)
+        if is_argument or wanted in known:
+            return {**known, wanted: value} if known.get(wanted, value) == value else None
+        other = self._graph.maker.get(value)
+        if other is None or other.op != one.op or len(other.inputs) != len(one.inputs):
             return None
-        others = [value for value in results[0].inputs if value != direct.outputs[0]]
-        for total, (by_mean, by_variance) in itertools.product(sums, (others, others[::-1])):
-            factor = self._of_variance(norm, by_variance)
-            is_of_mean = self._is_of_mean(norm, by_mean, total)
-            if factor is None or not is_of_mean or not self._is_of_factor(norm, factor, total, weighted[0]):
-                continue
-            scales = [one for one in self._users[factor] if self._factor_of(one, norm.root) == factor]
-            if len(scales) == 1:
-                return Gradient(results[0], grad, scales[0], total)
-        return None
+        known = {**known, wanted: value}
+        if one.op == "Const":
+            return known if self._is_same_constant(one, other, known) else None
+        orders = itertools.permutations(other.inputs) if one.op in _COMMUTATIVE else [other.inputs]
+        return next(filter(None, (self._all_same(one.inputs, order, known) for order in orders)), None)
 
-    def _is_of_mean(self, norm: Norm, value: str, total: Node) -> bool:
-        """Return whether a value is ``-sum(grad) * factor / elements``, broadcast to the images."""
-        product = self._made(self._broadcast(norm, value), "Mul")
-        negated = self._made(self._factor_of(product, norm.factor), "Neg") if product else None
-        return negated is not None and self._stripped(negated.inputs[0]) == total.outputs[0]
+    def _all_same(self, wanted: Sequence[str], values: Sequence[str], known: Match) -> Match | None:
+        for pair in zip(wanted, values, strict=True):
+            found = self._same(*pair, known)
+            if found is None:
+                return None
+            known = found
+        return known
 
-    def _of_variance(self, norm: Norm, value: str) -> str | None:
-        """Return the gradient of the factor if a value is ``2 * variance's gradient * (x - mean)``."""
-        product = self._made(value, "Mul")
-        for spread, centred in (product.inputs, product.inputs[::-1]) if product else ():
-            sub, twice = self._made(centred, "Sub"), self._made(spread, "Mul")
-            if sub is None or twice is None or sub.inputs[0] != norm.x:
-                continue
-            if self._stripped(sub.inputs[1]) != norm.mean.outputs[0] or self._number(twice.inputs[0]) != 2.0:
-                continue
-            root = self._made(self._broadcast(norm, twice.inputs[1]), "RsqrtGrad")
-            scaled = self._made(root.inputs[1], "Mul") if root and root.inputs[0] == norm.root else None
-            return self._factor_of(scaled, norm.scale) if scaled else None
-        return None
+    def _is_same_constant(self, one: Node, other: Node, known: Match) -> bool:
+        expected, elements = _content(one), np.prod(self._shape(known["x"])[:3])
+        return np.array_equal(np.where(expected == _ELEMENTS, elements, expected), _content(other))
 
-    def _is_of_factor(self, norm: Norm, factor: str, total: Node, weighted: Node) -> bool:
-        """Return whether a value is ``sum(x * grad) - sum(grad) * mean``."""
-        summed = self._graph.maker.get(factor)
-        if summed is None or summed.op not in _SUMS or len(summed.inputs) != 2:
+    def _has_kernel(self, result: Node, norm: Match) -> bool:
+        """Return whether a norm is of float32 images, and has one scale and offset for each channel."""
+        shape = self._shape(norm["x"])
+        shapes = {self._shape(_of(norm, name)) for name in ("scale", "offset", "mean", "variance")}
+        epsilon = self._graph.maker.get(norm["epsilon"])
+        if result.output_ports[0].dtype != FLOAT32 or len(shape) != 4 or epsilon is None or epsilon.op != "Const":
             return False
-        for one, other in (summed.inputs, summed.inputs[::-1]):
-            product = self._made(self._stripped(other), "Mul")
-            if self._stripped(one) != weighted.outputs[0] or product is None:
-                continue
-            for negated, mean in (product.inputs, product.inputs[::-1]):
-                neg = self._made(negated, "Neg")
-                if neg is not None and self._stripped(mean) == norm.mean.outputs[0]:
-                    return self._stripped(neg.inputs[0]) == total.outputs[0]
-        return False
+        # In a renormalization the scale is made from the variance, so it cannot be an input of the variance's kernel.
+        before = self._graph.made_from([norm["scale"], norm["offset"]])
+        statistics = {_of(norm, "mean"), _of(norm, "variance")}
+        return shapes <= {shape[3:], (1, 1, 1, *shape[3:])} and before.isdisjoint(statistics)
 
-    def _broadcast(self, norm: Norm, value: str) -> str:
-        """Return the value that a mean's gradient divides by its number of elements and broadcasts; else empty."""
-        div = self._made(value, "RealDiv")
-        spread = self._graph.maker.get(div.inputs[0]) if div else None
-        shape = self._shape_of(norm.x)
-        is_mean = div is not None and self._number(div.inputs[1]) == float(np.prod(shape[:3]))
-        if not is_mean or spread is None or spread.op not in ("Tile", "BroadcastTo"):
-            return ""
-        return self._stripped(spread.inputs[0])
-
-    def _sums_images(self, node: Node) -> bool:
-        return node.op == "Sum" and self._axes(node) == _IMAGE_AXES
-
-    def _reduced(self, value: str) -> Node | None:
-        """Return the node that computes a value as a mean over positions and images; reshapes after it are ignored."""
-        node = self._made(self._stripped(value), "Mean")
-        return node if node is not None and self._axes(node) == _IMAGE_AXES else None
-
-    def _axes(self, node: Node) -> tuple[int, ...] | None:
-        made = self._made(node.inputs[1], "Const")
-        return tuple(np.ravel(_content(made)).tolist()) if made is not None else None
-
-    def _stripped(self, value: str) -> str:
-        node = self._graph.maker.get(value)
-        while node is not None and node.op in _RESHAPES:
-            value = node.inputs[0]
-            node = self._graph.maker.get(value)
-        return value
-
-    def _made(self, value: str | None, op: str) -> Node | None:
-        node = self._graph.maker.get(value) if value else None
-        return node if node is not None and node.op == op else None
-
-    def _factor_of(self, product: Node | None, other: str) -> str | None:
-        """Return the factor of a product that is not ``other``."""
-        if product is None or product.op != "Mul" or other not in product.inputs:
-            return None
-        return product.inputs[1 - product.inputs.index(other)]
-
-    def _number(self, value: str) -> float | None:
-        made = self._made(value, "Const")
-        content = _content(made) if made is not None else None
-        return float(content) if content is not None and content.ndim == 0 else None
-
-    def _shape(self, node: Node) -> tuple[int, ...]:
-        return self._shape_of(node.outputs[0])
-
-    def _shape_of(self, value: str) -> tuple[int, ...]:
+    def _shape(self, value: str) -> tuple[int, ...]:
         return self._places.shape(self._graph, value) or ()
 
 
@@ -238,124 +137,89 @@ def fused(graph: Graph, places: Places, library: Mapping[str, Any]) -> Graph:
     """Return a function's body with kernels for its norms; the same graph if it has none."""
     if not graph.in_function or not any(node.op == "Rsqrt" for node in graph.nodes):
         return graph
-    found = NormFinder(graph, places)
-    norms = list(found.norms())
-    return _Fusion(graph, places, library).written(norms, found) if norms else graph
+    kernels = [_Kernel(graph, places, norm) for norm in _Search(graph, places).norms()]
+    if not kernels:
+        return graph
+    new = {name: node for kernel in kernels for name, node in kernel.nodes.items()}
+    moved = {old: value for kernel in kernels for old, value in kernel.moved.items()}
+    left = _used({node.name: node.definition for node in graph.nodes} | new, graph, moved)
+    # What the other nodes moved counts for the first kernel, so that totals compare with the graph as it was written.
+    gone = [node for node in graph.nodes if left.get(node.name) is not node.definition]
+    replaced_bytes = dict.fromkeys(new, 0) | {kernels[0].name: sum(_bytes(graph, places, node) for node in gone)}
+    return graph.replaced(left.values(), library, moved, replaced_bytes)
 
 
-class _Fusion:
-    """The replacement of some of a graph's nodes by kernels, which get the names of the replaced nodes."""
+def _used(definitions: dict[str, Any], graph: Graph, moved: Mapping[str, str]) -> dict[str, Any]:
+    """Return the nodes without those of norms that nothing takes any more; what nothing took before stays."""
+    uses = Counter(maker_name(moved.get(value, value)) for value in graph.returns)
+    for definition in definitions.values():
+        uses.update(maker_name(moved.get(text, text)) for text in definition.input)
+    used_before = {maker_name(text) for node in graph.nodes for text in node.definition.input}
+    parts = {node.op for node in _example().nodes}
+    for node in reversed(graph.nodes):
+        is_part = node.op in parts and node.name in used_before and definitions[node.name] is node.definition
+        if is_part and not uses[node.name]:
+            uses.subtract(maker_name(moved.get(text, text)) for text in definitions.pop(node.name).input)
+    return definitions
 
-    def __init__(self, graph: Graph, places: Places, library: Mapping[str, Any]) -> None:
-        self._graph, self._places, self._library = graph, places, library
-        self._definitions = {node.name: node.definition for node in graph.nodes}
-        self._before = {node.name: node for node in graph.nodes}
-        self._moved: dict[str, str] = {}  # the new names of values by their old names
-        self._replaced_bytes: dict[str, int] = {}
 
-    def written(self, norms: Sequence[Norm], found: NormFinder) -> Graph:
-        """Replace norms and their gradients by kernels, and remove the nodes that nothing takes any more."""
-        for norm in norms:
-            gradient = found.gradient(norm)
-            self._put_norm(norm)
-            if gradient is not None:
-                self._put_gradient(norm, gradient)
-        self._remove_unused(norms[0].result.name)
-        return self._graph.replaced(list(self._definitions.values()), self._library, self._moved, self._replaced_bytes)
+def _bytes(graph: Graph, places: Places, node: Node) -> int:
+    ports = [*zip(node.inputs, node.input_ports, strict=True), *zip(node.outputs, node.output_ports, strict=True)]
+    return sum(4 * places.elements(graph, value) for value, port in ports if port.dtype == FLOAT32)
 
-    def _put_norm(self, norm: Norm) -> None:
-        name, elements = norm.result.name, int(np.prod(self._shape(norm.x)[:3]))
-        vector = self._put_constant(f"{name}/polyamp_vector", np.array([-1], np.int32))
-        empty = self._put_constant(f"{name}/polyamp_empty", np.zeros(0, np.float32))
-        scale, offset = (
-            self._put(f"{name}/polyamp_{key}", "Reshape", [value, vector], T=FLOAT32, Tshape=_INT32)
-            for key, value in (("scale", norm.scale), ("offset", norm.offset))
-        )
-        self._put(name, "FusedBatchNormV3", [norm.x, scale, offset, empty, empty], norm, exponential_avg_factor=1.0)
-        self._moved[norm.result.outputs[0]] = f"{name}:y:0"
-        biased = self._put_constant(f"{name}/polyamp_biased", np.float32(max(elements - 1, 1) / elements))
-        variance = self._put(f"{name}/polyamp_variance", "Mul", [f"{name}:batch_variance:0", biased], T=FLOAT32)
-        self._reshape(norm.mean, f"{name}:batch_mean:0")
-        self._reshape(norm.variance, variance.replace(":output:0", ":z:0"))
 
-    def _put_gradient(self, norm: Norm, gradient: Gradient) -> None:
-        name, forward = gradient.result.name, norm.result.name
-        reserves = [f"{forward}:reserve_space_{number}:0" for number in (1, 2, 3)]
-        inputs = [gradient.grad, norm.x, f"{forward}/polyamp_scale:output:0", *reserves]
-        self._put(name, "FusedBatchNormGradV3", inputs, norm)
-        self._moved[gradient.result.outputs[0]] = f"{name}:x_backprop:0"
-        self._reshape(gradient.scale, f"{name}:scale_backprop:0")
-        self._reshape(gradient.offset, f"{name}:offset_backprop:0")
+_Attr = tf.compat.v1.AttrValue
+_FLOAT, _INT32 = _Attr(type=FLOAT32), _Attr(type=tf.int32.as_datatype_enum)
 
-    def _reshape(self, node: Node, value: str) -> None:
-        """Replace a node's output by another value, in the shape of the output."""
-        shape = self._put_constant(f"{node.name}/polyamp_shape", np.array(self._shape(node.outputs[0]), np.int32))
-        new = self._put(node.name, "Reshape", [value, shape], T=FLOAT32, Tshape=_INT32)
-        self._moved[node.outputs[0]] = new
 
-    def _put_constant(self, name: str, content: Any) -> str:
-        self._put(name, "Const", [])
-        attributes = self._definitions[name].attr
-        attributes["value"].tensor.CopyFrom(tf.make_tensor_proto(content))
-        attributes["dtype"].type = tf.as_dtype(content.dtype).as_datatype_enum
+class _Kernel:
+    """The kernels of a norm and its gradient, under the names of their results, and the small nodes around them."""
+
+    def __init__(self, graph: Graph, places: Places, norm: Match) -> None:
+        self.nodes: dict[str, Any] = {}
+        self.moved: dict[str, str] = {}  # the new names of values by their old names
+        self._graph, self._places, self._norm = graph, places, norm
+        self.name = name = self._maker("y").name
+        scale, offset = (self._reshaped(f"{name}/polyamp_{key}", norm[key], [-1]) for key in ("scale", "offset"))
+        empty = self._constant(f"{name}/polyamp_empty", np.zeros(0, np.float32))
+        epsilon = float(_content(graph.maker[norm["epsilon"]]))
+        attributes = {"T": _FLOAT, "U": _FLOAT, "epsilon": _Attr(f=epsilon), "is_training": _Attr(b=True)}
+        self._put(name, "FusedBatchNormV3", [norm["x"], scale, offset, empty, empty], attributes)
+        self.moved[_of(norm, "y")] = f"{name}:y:0"
+        self._replace("mean", f"{name}:batch_mean:0")
+        elements = int(np.prod(self._shape("x")[:3]))
+        biased = self._constant(f"{name}/polyamp_biased", np.float32(max(elements - 1, 1) / elements))
+        self._put(f"{name}/polyamp_variance", "Mul", [f"{name}:batch_variance:0", biased], {"T": _FLOAT})
+        self._replace("variance", f"{name}/polyamp_variance:z:0")
+        if "grad" in norm:
+            last = self._maker("x_grad").name
+            reserves = [f"{name}:reserve_space_{number}:0" for number in (1, 2, 3)]
+            self._put(last, "FusedBatchNormGradV3", [norm["grad"], norm["x"], scale, *reserves], attributes)
+            self.moved[_of(norm, "x_grad")] = f"{last}:x_backprop:0"
+            self._replace("scale_grad", f"{last}:scale_backprop:0")
+            self._replace("offset_grad", f"{last}:offset_backprop:0")
+
+    def _maker(self, name: str) -> Node:
+        return self._graph.maker[_of(self._norm, name)]
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self._places.shape(self._graph, _of(self._norm, name)) or ()
+
+    def _replace(self, name: str, value: str) -> None:
+        """Replace a value of the example by another, in its shape."""
+        reshaped = self._reshaped(f"{self._maker(name).name}/polyamp_reshaped", value, self._shape(name))
+        self.moved[_of(self._norm, name)] = reshaped
+
+    def _reshaped(self, name: str, value: str, shape: Sequence[int]) -> str:
+        constant = self._constant(f"{name}_shape", np.array(shape, np.int32))
+        self._put(name, "Reshape", [value, constant], {"T": _FLOAT, "Tshape": _INT32})
         return f"{name}:output:0"
 
-    def _put(self, name: str, op: str, inputs: Sequence[str], norm: Norm | None = None, **attributes: Any) -> str:
-        device = self._definitions[name].device if name in self._definitions else ""
-        new = NodeDef(name=name, op=op, input=inputs, device=device)
-        for key, value in attributes.items():
-            setattr(new.attr[key], "f" if isinstance(value, float) else "type", value)
-        if norm is not None:
-            new.attr["T"].type = new.attr["U"].type = FLOAT32
-            new.attr["epsilon"].f, new.attr["data_format"].s, new.attr["is_training"].b = norm.epsilon, b"NHWC", True
-            new.device = self._definitions[norm.result.name].device
-        self._definitions[name], self._replaced_bytes[name] = new, 0
+    def _constant(self, name: str, content: Any) -> str:
+        tensor = tf.make_tensor_proto(content)
+        self._put(name, "Const", [], {"value": _Attr(tensor=tensor), "dtype": _Attr(type=tensor.dtype)})
         return f"{name}:output:0"
 
-    def _remove_unused(self, kernel: str) -> None:
-        """Remove nodes that nothing takes any more; the bytes that they moved are counted for a kernel of the graph."""
-        for node in self._graph.nodes:
-            if node.name in self._replaced_bytes:
-                self._count(node, kernel)
-        uses = Counter(_maker_of(self._moved.get(value, value)) for value in self._graph.returns)
-        for one in self._definitions.values():
-            uses.update(_maker_of(self._moved.get(text, text)) for text in one.input)
-        unused = [name for name in self._definitions if not uses[name] and self._is_pure(name)]
-        while unused:
-            name = unused.pop()
-            self._count(self._before[name], kernel)
-            for text in self._definitions.pop(name).input:
-                maker = _maker_of(self._moved.get(text, text))
-                uses[maker] -= 1
-                if not uses[maker] and self._is_pure(maker):
-                    unused.append(maker)
-
-    def _is_pure(self, name: str) -> bool:
-        node = self._before.get(name)
-        if node is None or name in self._replaced_bytes or name not in self._definitions:
-            return False
-        return node.op in _PURE and name in self._used_before
-
-    @functools.cached_property
-    def _used_before(self) -> set[str]:
-        return {_maker_of(text) for node in self._graph.nodes for text in node.definition.input}
-
-    def _count(self, node: Node, kernel: str) -> None:
-        """Count the bytes that a node moved for a kernel."""
-        ports = [*zip(node.inputs, node.input_ports, strict=True), *zip(node.outputs, node.output_ports, strict=True)]
-        moved = sum(4 * self._places.elements(self._graph, value) for value, port in ports if port.dtype == FLOAT32)
-        self._replaced_bytes[kernel] += moved
-
-    def _shape(self, value: str) -> tuple[int, ...]:
-        return self._places.shape(self._graph, value) or ()
-
-
-def _maker_of(reference: str) -> str:
-    return reference.removeprefix("^").partition(":")[0]
-
-
-_INT32: int = tf.int32.as_datatype_enum
-_PURE = frozenset(
-    {"Add", "AddN", "AddV2", "BroadcastTo", "Const", "Identity", "Mean", "Mul", "Neg", "RealDiv", "Reshape", "Rsqrt"}
-    | {"RsqrtGrad", "SquaredDifference", "Squeeze", "StopGradient", "Sub", "Sum", "Tile"}
-)
+    def _put(self, name: str, op: str, inputs: Sequence[str], attributes: Mapping[str, Any]) -> None:
+        device = self._maker("y").definition.device
+        self.nodes[name] = NodeDef(name=name, op=op, input=inputs, device=device, attr=attributes)

@@ -74,7 +74,7 @@ class Body:
         self._gradients = dependence.of(decisions, gradients)
         self._decided = {decided.node.name: decided for decided in decisions.nodes}
         self._places, self._taken = places, taken
-        self._used, self._varying = _needed_for(graph, self._roots()), _varying(decisions)
+        self._used, self._varying = graph.made_from(self._roots()), _varying(decisions)
         self.rounded: dict[str, int] = {}
         self.inside = {decided.node.name: self._bodies(decided, known) for decided in decisions.nodes}
 
@@ -205,17 +205,6 @@ def recorded(decisions: Pass, taken: Sequence[Taken]) -> tuple[Body, list[Subjec
             body.rows[subject.value] = len(subjects)
             subjects.append(subject)
     return outer, subjects
-
-
-def _needed_for(graph: Graph, roots: Iterable[str]) -> set[str]:
-    """Return these values and all values that they are computed from."""
-    found, pending = set[str](), list(roots)
-    while pending:
-        value = pending.pop()
-        if value not in found:
-            found.add(value)
-            pending.extend(graph.maker[value].inputs if value in graph.maker else ())
-    return found
 
 
 def _varying(decisions: Pass) -> set[str]:

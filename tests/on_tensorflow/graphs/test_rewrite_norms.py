@@ -42,6 +42,13 @@ def rows() -> keras.Model:
     return keras.Sequential([keras.Input((16,)), *blocks, layers.Dense(4)])
 
 
+def renormalized() -> keras.Model:
+    """Apply a norm whose scale is made from its own variance, so that no kernel can compute both."""
+    norm = layers.BatchNormalization(renorm=True)
+    blocks = [layers.Conv2D(8, 3, use_bias=False), norm, layers.ReLU(), layers.GlobalAveragePooling2D()]
+    return keras.Sequential([keras.Input((12, 12, 3)), *blocks, layers.Dense(4)])
+
+
 def step_of(make: Callable[[], keras.Model]) -> tuple[Callable[..., Any], keras.Model]:
     keras.utils.set_random_seed(0)
     model, loss_of = make(), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -59,7 +66,7 @@ def state_of(model: keras.Model) -> list[Any]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("make", "x"), [(branching, IMAGES), (rows, ROWS)])
+@pytest.mark.parametrize(("make", "x"), [(branching, IMAGES), (rows, ROWS), (renormalized, IMAGES)])
 def test_gradients_and_statistics_are_those_of_float32(make: Any, x: Any, policy: str) -> None:
     (step, model), (plain, other) = step_of(make), step_of(make)
     fast = rewrite(step, policy=policy)

@@ -6,7 +6,7 @@ so it is not recorded; `Body.producer` follows it to the product.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -14,7 +14,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow import unstable
 from polyamp.backends.tensorflow.graphs.capture import concrete_of
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside, Pass
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Places
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Places
 from polyamp.backends.tensorflow.graphs.scaling import Dependence
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.steps.gradients import SIXTEEN_BIT

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import json
 import math
 import re
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +21,6 @@ from polyamp import adapters
 from polyamp.comparison import FIRST_LOOK, Better, Comparison, Parity, Question, Run, student
 from polyamp.diagnosis.health import health
 from polyamp.diagnosis.probe import sixteen_bit
-from polyamp.diagnosis.progress import Progress, progressing
 from polyamp.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -111,8 +112,8 @@ def parity(
             is not paired (Welch's test).
         keep: a file to which every finished run is added, one line of JSON each. Runs that it has of this function,
             policy and seed are not trained again: after an interruption, call the same again.
-        progress: True shows a bar on standard error (lines if that is not a terminal), False nothing; or a function
-            that is called with ``(runs done, runs in all, text)``.
+        progress: True writes a line for each run to standard error, False nothing; or a function that is called with
+            ``(runs done, runs in all, text)``.
 
     Returns:
         A `Parity`. It prints as a table, and has `as_dict`, `save` and `plot`.
@@ -137,6 +138,9 @@ def parity(
     return study.report()
 
 
+Progress = bool | Callable[[int, int, str], object]
+
+
 @dataclass
 class _Study:
     """The runs of one call, as they come."""
@@ -158,17 +162,24 @@ class _Study:
     def train(self, ways: Mapping[tuple[Policy, str], Policy], seeds: range, progress: Progress) -> None:
         """Train the next seed under every policy whose verdict is still open."""
         self.runs = {way: [] for way in ways}
-        with progressing(progress, len(seeds) * (len(ways) + (self.given is None)), "parity") as done:
-            for seed in seeds:
-                unclear = [way for way in ways if self._is_open(way)]
-                if unclear and self.given is None:
-                    self.float32.append(self._run(FLOAT32, "float32", seed, done))
-                for policy, control in unclear:
-                    title = self.compare((policy, "")).name + (f", {control}" if control else "")
-                    with warnings.catch_warnings():
-                        if control:  # broken on purpose, of which the user need not be warned
-                            warnings.simplefilter("ignore", PolyampWarning)
-                        self.runs[policy, control].append(self._run(ways[policy, control], title, seed, done))
+        parts, total = itertools.count(1), len(seeds) * (len(ways) + (self.given is None))
+
+        def done(text: str) -> None:
+            if callable(progress):
+                progress(next(parts), total, text)
+            elif progress:
+                print(f"{next(parts)}/{total} {text}", file=sys.stderr, flush=True)
+
+        for seed in seeds:
+            unclear = [way for way in ways if self._is_open(way)]
+            if unclear and self.given is None:
+                self.float32.append(self._run(FLOAT32, "float32", seed, done))
+            for policy, control in unclear:
+                title = self.compare((policy, "")).name + (f", {control}" if control else "")
+                with warnings.catch_warnings():
+                    if control:  # broken on purpose, of which the user need not be warned
+                        warnings.simplefilter("ignore", PolyampWarning)
+                    self.runs[policy, control].append(self._run(ways[policy, control], title, seed, done))
 
     def _is_open(self, way: tuple[Policy, str]) -> bool:
         """Return whether more runs would tell more. A control serves to doubt that its policy is equivalent."""

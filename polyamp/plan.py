@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from polyamp.errors import InvalidTypeError, shown, warn_once
 from polyamp.flow import Decision, Flow, Rule, Value, constant, decide, flow, unused
 from polyamp.policies import Policy
 from polyamp.report import Report, aligned, in_bytes, plural
-
-if TYPE_CHECKING:
-    from os import PathLike
 
 
 class PlannedOperation(NamedTuple):
@@ -116,21 +113,6 @@ class Plan(Report):
             "unused_rules": list(self.unused_rules),
             **({} if self.engine == "rewrite" else {"engine": self.engine}),
         }
-
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the bytes that operations move, by format, next to float32's, into an image file.
-
-        Raises:
-            InvalidValueError: the file's ending does not name an image format.
-            MissingFrameworkError: matplotlib is not installed.
-        """
-        from polyamp.diagnosis.pictures import draw_plan
-
-        moved, full = Counter[tuple[str, str]](), Counter[str]()
-        for op in self.operations:
-            moved[op.name, op.format] += op.bytes_moved * op.times
-            full[op.name] += op.bytes_moved_float32 * op.times
-        draw_plan(path, self.policy, moved, full)
 
     def compare(self, other: Plan) -> PlanComparison:
         """Compare this plan with another plan of the same model.

@@ -38,7 +38,6 @@ def explain(
     target: StepTarget,
     policy: PolicyName = None,
     json: JsonFile = None,
-    plot: PlotFile = None,
     backend: Backend = None,
     engine: Engine = None,
 ) -> None:
@@ -47,9 +46,6 @@ def explain(
     chosen = sixteen_bit(step.options.get("policy") if policy is None else policy)
     plan = step.call(rewriting.explain, policy=chosen, backend=backend, engine=engine)
     show([plan], plan.as_dict(), json)
-    if plot is not None:
-        with writing():
-            plan.plot(plot)
     _end(bool(plan.unused_rules))
 
 

@@ -1,14 +1,12 @@
-"""Pictures of a probe and a plan, drawn into image files.
+"""The picture of a probe, drawn into an image file.
 
-Each function takes the numbers to draw, so the reports can import this module. Only this module needs matplotlib, and
-only when it draws.
+It takes the numbers to draw, so the report can import this module. matplotlib is needed only when it draws.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
 FAINTEST = 1e-4
 """Share of a tensor's elements that has the palest colour of the heat map."""
 
-_BARS = 16  # kinds of operations in a plan's picture
 _LABELLED = 96  # rows, in all panels together, that have room for names
 _TITLES = {
     ACTIVATION: "activations",
@@ -58,25 +55,6 @@ def draw_probe(
         bar.set_label("share of the tensor's elements")
     axes[-1].set_xlabel("log2 of the magnitude")
     figure.suptitle(_title(recording, limits, window, scale), fontsize=11)
-    figure.savefig(path, dpi=150)
-
-
-def draw_plan(path: str | PathLike[str], policy: str, moved: Mapping[tuple[str, str], int], full: Counter[str]) -> None:
-    """Draw the bytes that each kind of operation moves under a policy, by format, next to float32's, into an image."""
-    names = [name for name, _ in full.most_common(_BARS)]
-    figure = figure_for(path, (8, 1.8 + 0.3 * len(names)))
-    axis = figure.subplots()
-    axis.barh(names, [full[name] / 2**20 for name in names], color="none", edgecolor="grey", label="all in float32")
-    starts = dict.fromkeys(names, 0.0)
-    for format_name in dict.fromkeys(format_name for _, format_name in moved):
-        widths = [moved.get((name, format_name), 0) / 2**20 for name in names]
-        axis.barh(names, widths, left=list(starts.values()), height=0.5, label=format_name)
-        starts = {name: starts[name] + width for name, width in zip(names, widths, strict=True)}
-    axis.margins(x=0.05)
-    axis.invert_yaxis()
-    axis.set(xlabel="MiB moved", title=f"{policy.partition(' ')[0]}: bytes moved by operation")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
 
 

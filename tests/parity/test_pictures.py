@@ -1,4 +1,4 @@
-"""Pictures of probes, plans and parities: their contents, and files of every kind."""
+"""Pictures of probes and parities: their contents, and files of every kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation, Recording
 from polyamp.diagnosis.spread import Spread
 from polyamp.errors import InvalidValueError
-from polyamp.plan import Plan, PlannedOperation
 from support.seeded_runs import compared
 
 RNG = np.random.default_rng(0)
@@ -55,7 +54,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     for module in (pictures, comparisons):
         monkeypatch.setattr(module, "figure_for", kept)
 
-    def draw(report: Probe | Plan | Parity, name: str = "picture.png") -> Figure:
+    def draw(report: Probe | Parity, name: str = "picture.png") -> Figure:
         report.plot(tmp_path / name)
         return made[-1]
 
@@ -98,22 +97,6 @@ def test_the_ending_chooses_the_format(drawn: Any, tmp_path: Path, name: str, st
 def test_a_picture_of_no_known_format_is_told(tmp_path: Path, name: str) -> None:
     with pytest.raises(InvalidValueError, match="no image format"):
         PROBE.plot(tmp_path / name)
-
-
-def test_a_plan_has_a_bar_for_each_operation_beside_that_of_float32(drawn: Any) -> None:
-    def planned(name: str, format_name: str, moved: int, full: int, times: int = 1) -> PlannedOperation:
-        return PlannedOperation(name, name, "", "lower", format_name, "", times, 0, 0, moved, full)
-
-    mebi = 2**20
-    operations = (planned("add", "float32", mebi, mebi), planned("matmul", "float16", 2 * mebi, 4 * mebi, times=3))
-    (axis,) = drawn(Plan("mixed_float16", operations)).axes
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["matmul", "add"]
-    float32, *formats = axis.containers
-    assert [bar.get_width() for bar in float32] == [12.0, 1.0]
-    assert {bars.get_label(): [bar.get_width() for bar in bars] for bars in formats} == {
-        "float32": [0.0, 1.0],
-        "float16": [6.0, 0.0],
-    }
 
 
 def parity_of(*ways: Comparison) -> Parity:

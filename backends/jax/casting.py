@@ -12,20 +12,11 @@ import numpy as np
 from polyamp.errors import InvalidValueError
 from polyamp.formats import format_of
 
-_NATIVE: dict[str, Any] = {
-    "float64": jnp.float64,
-    "float32": jnp.float32,
-    "tensorfloat32": jnp.float32,  # a way to multiply float32, not a way to store it
-    "float16": jnp.float16,
-    "bfloat16": jnp.bfloat16,
-    "float8_e4m3fn": jnp.float8_e4m3fn,
-    "float8_e5m2": jnp.float8_e5m2,
-}
-
 
 def dtype_of(format_name: str) -> np.dtype[Any]:
-    """Return the dtype that stores a format."""
-    dtype: np.dtype[Any] = np.dtype(_NATIVE[format_of(format_name).name])
+    """Return the dtype that stores a format. TensorFloat-32 is a way to multiply float32, not a way to store it."""
+    name = format_of(format_name).name
+    dtype = jnp.dtype("float32" if name == "tensorfloat32" else name)
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise InvalidValueError(
             "JAX has float64 switched off",

@@ -10,88 +10,49 @@ from typing import Any
 
 from polyamp.operations import by_native_name
 
+# Primitives that have the canonical name.
+_NAMED_ALIKE = (
+    "exp exp2 expm1 log log1p pow integer_pow square rsqrt reciprocal cbrt cumsum cumprod acos asin tan "
+    "sinh cosh sin cos acosh atanh erf_inv lgamma digamma polygamma zeta svd schur lu triangular_solve "
+    "fft complex stack atan2 sub mul div sqrt tanh erf erfc atan asinh transpose tile gather pad "
+    "sort is_finite abs neg sign cond scan"
+)
+
 OPERATIONS: dict[str, str] = by_native_name(
-    {
+    {name: name for name in _NAMED_ALIKE.split()}
+    | {
         # lower
         "matmul": "dot_general ragged_dot_general scaled_dot scaled_matmul scaled_matmul_wrapper symmetric_product",
         "conv": "conv_general_dilated",
         "attention": "dot_product_attention_fwd dot_product_attention_fwd_wrapper dot_product_attention_bwd "
         "dot_product_attention_bwd_wrapper",
         # full
-        "exp": "exp",
-        "exp2": "exp2",
-        "expm1": "expm1",
-        "log": "log",
-        "log1p": "log1p",
-        "pow": "pow",
-        "integer_pow": "integer_pow",
-        "square": "square",
-        "rsqrt": "rsqrt",
-        "reciprocal": "reciprocal",
-        "cbrt": "cbrt",
         "sum": "reduce_sum",
         "prod": "reduce_prod",
-        "cumsum": "cumsum",
-        "cumprod": "cumprod",
         "logcumsumexp": "cumlogsumexp",
-        "acos": "acos",
-        "asin": "asin",
-        "tan": "tan",
-        "sinh": "sinh",
-        "cosh": "cosh",
-        "sin": "sin",
-        "cos": "cos",
-        "acosh": "acosh",
-        "atanh": "atanh",
-        "erf_inv": "erf_inv",
-        "lgamma": "lgamma",
-        "digamma": "digamma",
-        "polygamma": "polygamma",
         "igamma": "igamma igammac igamma_grad_a",
         "beta": "regularized_incomplete_beta",
         "bessel": "bessel_i0e bessel_i1e",
-        "zeta": "zeta",
         "cholesky": "cholesky cholesky_update",
         "qr": "qr geqrf geqp3 householder_product ormqr",
-        "svd": "svd",
         "eigh": "eig eigh hessenberg tridiagonal",
-        "schur": "schur",
-        "lu": "lu",
-        "triangular_solve": "triangular_solve",
         "solve": "tridiagonal_solve custom_linear_solve",
-        "fft": "fft",
-        "complex": "complex",
         # promote
         "concat": "concatenate",
-        "stack": "stack",
         "scatter": "scatter dynamic_update_slice",
         "scatter_add": "scatter-add scatter-sub scatter-mul scatter-min scatter-max select_and_scatter_add",
-        "atan2": "atan2",
         # follow
         "add": "add add_any",
-        "sub": "sub",
-        "mul": "mul",
-        "div": "div",
         "remainder": "rem",
-        "sqrt": "sqrt",
         "sigmoid": "logistic",
-        "tanh": "tanh",
-        "erf": "erf",
-        "erfc": "erfc",
-        "atan": "atan",
-        "asinh": "asinh",
         "avg_pool": "reduce_window_sum",
         "all_reduce": "psum psum_invariant reduce_scatter",
         # neutral
         "reshape": "reshape squeeze",
-        "transpose": "transpose",
         "broadcast": "broadcast_in_dim broadcast_to",
-        "tile": "tile",
         "flip": "rev",
         "slice": "slice dynamic_slice",
         "split": "split unstack",
-        "gather": "gather",
-        "pad": "pad",
         "identity": "copy name stop_gradient optimization_barrier sharding_constraint reshard device_put pvary "
         "layout_constraint",
         "fill": "zeros_like",
@@ -106,14 +67,9 @@ OPERATIONS: dict[str, str] = by_native_name(
         "min": "reduce_min pmin",
         "argmax": "argmax argmin",
         "top_k": "top_k approx_top_k",
-        "sort": "sort",
         "cummax": "cummax cummin",
         "compare": "eq ne lt le gt ge eq_to lt_to le_to",
-        "is_finite": "is_finite",
         "max_pool": "reduce_window_max reduce_window_min select_and_gather_add select_and_scatter",
-        "abs": "abs",
-        "neg": "neg",
-        "sign": "sign",
         "round": "round floor ceil",
         # keep
         "cast": "convert_element_type reduce_precision",
@@ -125,9 +81,7 @@ OPERATIONS: dict[str, str] = by_native_name(
         "complex_part": "real imag conj",
         "variable": "get swap addupdate",
         "call": "jit closed_call call remat2 remat_opt custom_jvp_call custom_vjp_call custom_vmap_call shard_map",
-        "cond": "cond",
         "while_loop": "while",
-        "scan": "scan",
         "custom_call": "pallas_call ffi_call pure_callback io_callback debug_callback reduce reduce_window",
         "token": "create_token after_all",
     }

@@ -283,4 +283,4 @@ def _naming_trees(grads: Any, params: Any) -> Iterator[None]:
 
 
 def _are_alike(grads: Any, params: Any) -> bool:
-    return bool(jax.tree.structure(grads) == jax.tree.structure(params))
+    return len({jax.tree.structure(tree) for tree in (grads, params)}) == 1

@@ -27,49 +27,63 @@ from jax import lax
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs import binding
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, held_as_declared
-from polyamp.backends.jax.graphs.interpreter import Interpreter
+from polyamp.backends.jax.graphs.interpreter import Handler, Interpreter
 from polyamp.flow import CARRIED, Value
 from polyamp.plan import Decider
 
 
-def jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Interpreter the equations in place of the call, or call a rewritten function if it is called several times."""
-    # A call that places or donates its arguments stays, and so do the types of its arguments and results.
-    if unstable.is_plain_jit(equation.params):
-        called = equation.params["jaxpr"]
-        if not run.repeats.is_repeated(called):
-            return run.run(called, cells, path)
-        results = _call_rewritten(run, equation, cells, path)
-        binding.note_call(results, lambda: run.run(called, cells, path))
-        return results
-    inner = held_as_declared(cells)
+def trace(
+    run: Interpreter,
+    closed: Any,
+    cells: Sequence[Cell],
+    path: str,
+    ending: Callable[[list[Cell]], list[Cell]] = lambda outputs: outputs,
+) -> tuple[Any, list[Cell]]:
+    """Return a program traced with the formats that its arguments have now, and models of its results."""
     outputs: list[Cell] = []
 
     def body(*arrays: Any) -> list[Any]:
-        outputs[:] = held_as_declared(run.run(equation.params["jaxpr"], around(inner, arrays), path))
+        outputs[:] = ending(run.run(closed, around(cells, arrays), path))
         return [cell.array for cell in outputs]
 
-    jaxpr = unstable.traced(body, *(cell.array for cell in inner))
-    results = unstable.bound(equation, [cell.array for cell in inner], {**equation.params, "jaxpr": jaxpr})
-    return around(outputs, results)
+    jaxpr = unstable.traced(body, *(cell.array for cell in cells))
+    return jaxpr, around(outputs, unstable.specs_of_results(jaxpr))
 
 
-def closed_call(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Interpreter the equations in place of the call."""
-    return run.run(equation.params["call_jaxpr"], cells, path)
+def jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+    """Run the equations in place of the call, or call a rewritten function if it is called several times."""
+    # A call that places or donates its arguments stays, and so do the types of its arguments and results.
+    called = equation.params["jaxpr"]
+    if not unstable.is_plain_jit(equation.params):
+        cells = held_as_declared(cells)
+        return _bound_to(equation, cells, *trace(run, called, cells, path, held_as_declared))
+    if not run.repeats.is_repeated(called):
+        return run.run(called, cells, path)
+    rewritten = _rewritten(run, called, cells, path)
+    run.decider.take_over(rewritten.decider)
+    results = _bound_to(equation, cells, rewritten.closed, rewritten.outputs)
+    binding.note_call(results, lambda: run.run(called, cells, path))
+    return results
 
 
-def forward_rule(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Interpreter the forward rule of a custom derivative with ``optimize_remat`` in its place."""
-    return run.run(equation.params["fwd_jaxpr"], cells, path)
+def _bound_to(
+    equation: Any, cells: Sequence[Cell], jaxpr: Any, outputs: Sequence[Cell], constants: Sequence[Any] = ()
+) -> list[Cell]:
+    """Bind a call with another program."""
+    arrays = [*constants, *(cell.array for cell in cells)]
+    return around(outputs, unstable.bound(equation, arrays, {**equation.params, "jaxpr": jaxpr}))
+
+
+def in_place(program: str) -> Handler:
+    """Return a handler that runs the program in this parameter in place of the call."""
+    return lambda run, equation, cells, path: run.run(equation.params[program], cells, path)
 
 
 def remat(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     """Trace the function again and bind it with all its settings: nothing else can set ``differentiated``."""
-    trace = Traced(run, equation.params["jaxpr"], cells, path)
-    jaxpr, constants = unstable.without_constants(trace.closed)
-    results = unstable.bound(equation, [*constants, *trace.arrays], {**equation.params, "jaxpr": jaxpr})
-    return around(trace.outputs, results)
+    closed, outputs = trace(run, equation.params["jaxpr"], cells, path)
+    jaxpr, constants = unstable.without_constants(closed)
+    return _bound_to(equation, cells, jaxpr, outputs, constants)
 
 
 def shard_map(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
@@ -101,14 +115,6 @@ class _Rewritten(NamedTuple):
 _KNOWN: WeakKeyDictionary[Any, dict[Any, _Rewritten]] = WeakKeyDictionary()
 
 
-def _call_rewritten(run: Interpreter, equation: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
-    rewritten = _rewritten(run, equation.params["jaxpr"], cells, path)
-    run.decider.take_over(rewritten.decider)
-    arrays = [cell.array for cell in cells]
-    results = unstable.bound(equation, arrays, {**equation.params, "jaxpr": rewritten.closed})
-    return around(rewritten.outputs, results)
-
-
 def _rewritten(run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) -> _Rewritten:
     """Return the jaxpr rewritten for arguments in these formats."""
     known = _KNOWN.setdefault(closed, {})
@@ -129,16 +135,12 @@ def _rewrite(
     run: Interpreter, closed: Any, cells: Sequence[Cell], path: str, held: frozenset[tuple[int, Value]]
 ) -> _Rewritten:
     """Rewrite a jaxpr for arguments in these formats. The outputs in ``held`` return in their declared dtypes."""
-    outputs: list[Cell] = []
     own, values = run.apart(), dict(sorted(held))
 
-    def body(*arrays: Any) -> list[Any]:
-        found = own.run(closed, around(cells, arrays), path)
-        outputs[:] = [cell.declared_as(values[at]) if at in values else cell for at, cell in enumerate(found)]
-        return [cell.array for cell in outputs]
+    def hold(outputs: list[Cell]) -> list[Cell]:
+        return [cell.declared_as(values[at]) if at in values else cell for at, cell in enumerate(outputs)]
 
-    jaxpr = unstable.traced(body, *(cell.array for cell in cells))
-    return _Rewritten(jaxpr, around(outputs, unstable.specs_of_results(jaxpr)), own.decider)
+    return _Rewritten(*trace(own, closed, cells, path, hold), own.decider)
 
 
 def _like_one_of(known: dict[Any, _Rewritten], new: _Rewritten) -> _Rewritten:
@@ -163,41 +165,24 @@ def _is_float32_as_declared(cell: Cell) -> bool:
     return cell.dtype == cell.declared == FLOAT32 and cell.value.state in ("weak", "input")
 
 
-class Traced:
-    """A program traced with the formats that its arguments have now."""
-
-    def __init__(self, run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) -> None:
-        self.arrays = [cell.array for cell in cells]
-        self.outputs: list[Cell] = []
-
-        def body(*arrays: Any) -> list[Any]:
-            self.outputs = run.run(closed, around(cells, arrays), path)
-            return [cell.array for cell in self.outputs]
-
-        self.closed = unstable.traced(body, *self.arrays)
-
-    def ending_in(self, targets: Sequence[Cell]) -> Callable[..., list[Any]]:
-        """Return a function that runs the program and casts its outputs to the targets' dtypes."""
-
-        def run(*arrays: Any) -> list[Any]:
-            jaxpr, constants = unstable.opened(self.closed)
-            results = around(self.outputs, jax.core.eval_jaxpr(jaxpr, constants, *arrays))
-            return [cell.cast(target.dtype) for cell, target in zip(results, targets, strict=True)]
-
-        return run
-
-
 def cond(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     """Trace every branch first. An output is low if it is low in all of them."""
     index, *operands = cells
-    traces = [Traced(run, branch, operands, path) for branch in equation.params["branches"]]
-    joined = [_join(outputs) for outputs in zip(*(trace.outputs for trace in traces), strict=True)]
-    branches = [trace.ending_in(joined) for trace in traces]
+    traces = [trace(run, branch, operands, path) for branch in equation.params["branches"]]
+    joined = [_join(outputs) for outputs in zip(*(outputs for _, outputs in traces), strict=True)]
+
+    def branch(closed: Any, outputs: Sequence[Cell]) -> Callable[..., list[Any]]:
+        def run_branch(*arrays: Any) -> list[Any]:
+            jaxpr, constants = unstable.opened(closed)
+            results = around(outputs, jax.core.eval_jaxpr(jaxpr, constants, *arrays))
+            return [cell.cast(model.dtype) for cell, model in zip(results, joined, strict=True)]
+
+        return run_branch
+
+    branches, arrays = [branch(*own) for own in traces], [cell.array for cell in operands]
     if len(branches) == 2:
-        results = lax.cond(index.array, branches[1], branches[0], *traces[0].arrays)
-    else:
-        results = lax.switch(index.array, branches, *traces[0].arrays)
-    return around(joined, results)
+        return around(joined, lax.cond(index.array, branches[1], branches[0], *arrays))
+    return around(joined, lax.switch(index.array, branches, *arrays))
 
 
 def _join(outputs: tuple[Cell, ...]) -> Cell:
@@ -209,7 +194,7 @@ def _join(outputs: tuple[Cell, ...]) -> Cell:
 
 
 def scan(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Interpreter a ``scan`` with its body under the flow rule."""
+    """Run a ``scan`` with its body under the flow rule."""
     params = equation.params
     constants, carried, stacked = _split(cells, *unstable.loop_parts(params))
     constants = held_as_declared(constants)  # cast in each iteration, so that their gradients add up in float32
@@ -235,7 +220,7 @@ def scan(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[
 
 
 def while_loop(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Interpreter a ``while`` with its condition and body under the flow rule."""
+    """Run a ``while`` with its condition and body under the flow rule."""
     params = equation.params
     for_condition, for_body, carried = _split(cells, params["cond_nconsts"], params["body_nconsts"])
 

@@ -21,7 +21,7 @@ from polyamp.backends.jax.graphs.interpreter import Interpreter
 
 
 def custom_jvp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Interpreter the function and its rule under the flow rule; a tangent has its primal's dtype."""
+    """Run the function and its rule under the flow rule; a tangent has its primal's dtype."""
     _, rule = unstable.custom_functions(equation)
     formats = _Formats()
 
@@ -42,7 +42,7 @@ def custom_jvp(run: Interpreter, equation: Any, cells: list[Cell], path: str) ->
 
 
 def custom_vjp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Interpreter the function and its two rules under the flow rule; residuals keep the formats that it decides."""
+    """Run the function and its two rules under the flow rule; residuals keep the formats that it decides."""
     sees_zeros = equation.params["symbolic_zeros"]
     _, forward_rule, backward_rule = unstable.custom_functions(equation)
     formats = _Formats()
@@ -82,7 +82,7 @@ def custom_vjp(run: Interpreter, equation: Any, cells: list[Cell], path: str) ->
 
 
 def custom_vmap(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Interpreter the function and its rule for ``vmap`` under the flow rule."""
+    """Run the function and its rule for ``vmap`` under the flow rule."""
     program, own_rule = unstable.batching_rule(equation)
     formats = _Formats()
 

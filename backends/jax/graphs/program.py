@@ -170,8 +170,8 @@ def _walk_inner(part: Any, holder: Equation, made: dict[Any, Any]) -> Iterator[E
 HANDLERS.update(
     {
         "jit": control_flow.jit,
-        "closed_call": control_flow.closed_call,
-        "remat_opt": control_flow.forward_rule,
+        "closed_call": control_flow.in_place("call_jaxpr"),
+        "remat_opt": control_flow.in_place("fwd_jaxpr"),
         "remat2": control_flow.remat,
         "shard_map": control_flow.shard_map,
         "scan": control_flow.scan,

@@ -43,7 +43,8 @@ class Region(NamedTuple):
 class Regions:
     """The calls of autocast while one function is traced."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, left_out: bool) -> None:
+        self.left_out = left_out  # whether autocast must not change anything
         self.found: list[Region] = []
 
     def run(self, policy: Policy, program: Program) -> list[Any]:
@@ -81,34 +82,15 @@ def current() -> Regions | None:
 
 
 @contextmanager
-def recorded() -> Iterator[Regions]:
-    """Record every region that is traced in this context, also in functions that were traced before."""
-    regions = Regions()
+def recorded(*, left_out: bool = False) -> Iterator[Regions]:
+    """Record every region that is traced in this context, also in functions traced before; or leave it out."""
+    regions = Regions(left_out=left_out)
     token = _RECORDED.set(regions)
     try:
         with unstable.traced_anew():
             yield regions
     finally:
         _RECORDED.reset(token)
-
-
-_LEFT_OUT: ContextVar[bool] = ContextVar("polyamp_jax_regions_left_out", default=False)
-
-
-def are_left_out() -> bool:
-    """Return whether autocast must not change anything now."""
-    return _LEFT_OUT.get()
-
-
-@contextmanager
-def left_out() -> Iterator[None]:
-    """Return a context in which functions are traced as if they did not contain any autocast."""
-    token = _LEFT_OUT.set(True)
-    try:
-        with unstable.traced_anew():
-            yield
-    finally:
-        _LEFT_OUT.reset(token)
 
 
 def plan_of_step(closed: Any, regions: Regions) -> Plan:

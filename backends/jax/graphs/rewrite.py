@@ -122,14 +122,14 @@ def planned(
     check_format(chosen.compute)
     places = positions(argnums, where="explain(fn, *args)")
     with regions.recorded() as own:
-        program = _traced(fn, args, kwargs, places)
+        program = Program(*as_pure(fn, args, kwargs, places)[:4])
     if own.found and unstable.has_backward(program.closed):
         return regions.plan_of_step(program.closed, own)
     plan = PlanBuilder(own.at)
     interpreter = Interpreter(chosen, plan)
     jax.eval_shape(lambda arrays: program.run(interpreter, arrays), program.specs)
-    with regions.left_out():
-        plain = _traced(fn, args, kwargs, places) if own.found else program
+    with regions.recorded(left_out=True):
+        plain = Program(*as_pure(fn, args, kwargs, places)[:4]) if own.found else program
     return Plan(
         str(chosen),
         tuple(plan.operations),
@@ -137,10 +137,6 @@ def planned(
         plain.bytes_saved(plain.as_traced),
         tuple(own.unused_rules(chosen, [interpreter.decider])),
     )
-
-
-def _traced(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Sequence[int]) -> Program:
-    return Program(*as_pure(fn, args, kwargs, argnums)[:4])
 
 
 def run_rewritten(
@@ -154,14 +150,15 @@ def run_rewritten(
 ) -> Any:
     """Run a function under a policy; report under this name what had no effect."""
     check_format(policy.compute)
-    if policy.compute == "float32" or regions.are_left_out():
+    shown = regions.current()
+    if policy.compute == "float32" or (shown is not None and shown.left_out):
         return fn(*args, **kwargs)
     call = as_pure(fn, args, kwargs, argnums)
-    program, shown, accept = Program(*call[:4]), regions.current(), call.accept
+    program = Program(*call[:4])
     if shown is not None:
-        return accept(program.results(shown.run(policy, program)))
+        return call.accept(program.results(shown.run(policy, program)))
     interpreter = Interpreter(policy)
-    results = accept(program.results(program.run(interpreter, program.arrays)))
+    results = call.accept(program.results(program.run(interpreter, program.arrays)))
     if name is not None:
         report_findings(interpreter.decider, name)
     return results

@@ -40,7 +40,7 @@ _KINDS = {ACTIVATION: "act", GRADIENT: "grad", PARAMETER: "param"}
 
 @dataclass(frozen=True)
 class Probe(Report):
-    """The result of `polyamp.probe`. Prints as a table with a text histogram of each tensor that matters."""
+    """The result of `polyamp.probe`. Prints as a table of the tensors that matter."""
 
     RIGHT = (3, 4, 5, 6, 7)
 
@@ -150,7 +150,13 @@ class Probe(Report):
         """Draw a heat map of all tensors over powers of two, with the format's limits, into an image file."""
         from polyamp.diagnosis.pictures import draw_probe
 
-        draw_probe(path, self.recording, format_of(self.format), self.window, self.recommended.init)
+        window, scale = self.window, self.recommended.init
+        about = "no loss scale is needed"
+        if window is not None:
+            about = f"of gradients at a loss scale of {power(scale)}; safe are {window}"
+        policy = self.recording.policy.partition(" ")[0]
+        title = f"{self.recording.framework}, {policy}: limits of {self.format}, {about}"
+        draw_probe(path, title, self.recording, format_of(self.format), scale)
 
     def heading(self) -> str:
         """Return which step was examined."""
@@ -163,14 +169,12 @@ class Probe(Report):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the tensors that limit the window or are nearest to overflow, in the order of computation."""
-        lowest, highest = self._pictured()
-        axis = f"log2|x| {lowest} .. {highest}"
-        header = ("kind", "tensor", "format", "amax", "flushed", "L1 lost", "need S", "max S", axis)
+        header = ("kind", "tensor", "format", "amax", "flushed", "L1 lost", "need S", "max S")
         wanted = set(map(id, self._notable()))
         named = zip(self.recording.observations, self.recording.names, strict=True)
-        return [header, *(self._row(one, name, lowest, highest) for one, name in named if id(one) in wanted)]
+        return [header, *(self._row(one, name) for one, name in named if id(one) in wanted)]
 
-    def _row(self, one: Observation, name: str, lowest: int, highest: int) -> tuple[str, ...]:
+    def _row(self, one: Observation, name: str) -> tuple[str, ...]:
         spread, forward = one.spread, one.kind == ACTIVATION
         need = "" if forward else power(self.need(one))
         limit = f"{spread.headroom(self.format):+.1f} bits" if forward else power(spread.largest_scale(self.format))
@@ -183,7 +187,6 @@ class Probe(Report):
             share(spread.lost(self.format)),
             need,
             limit,
-            f"|{spread.picture(lowest, highest)}|",
         )
 
     def _notable(self) -> list[Observation]:
@@ -193,13 +196,6 @@ class Probe(Report):
             *sorted(self._forward, key=lambda one: one.spread.headroom(self.format))[:4],
             *filter(None, [self.broken]),
         ]
-
-    def _pictured(self) -> tuple[int, int]:
-        """Return the exponents to picture: from 16 below the smallest subnormal to the format's largest number."""
-        # A format with float32's range gets -40 .. 16.
-        limits = format_of(self.format)
-        low, high = math.floor(math.log2(limits.smallest_subnormal)), math.floor(math.log2(limits.max))
-        return (low - 16, high) if high - low < 64 else (-40, 16)
 
     def sentences(self) -> list[str]:
         """Return which loss scales are safe, and what is wrong if none is."""

@@ -32,8 +32,6 @@ A share of 0.1 % is then known to about 0.025 % (one standard deviation of a bin
 and NaN are searched for in all elements.
 """
 
-_SHADES = " .:-=+*#%@"
-
 
 def stride(elements: int) -> int:
     """Return k if every k-th of a tensor's elements, in memory order, is counted; see `SAMPLE`."""
@@ -158,14 +156,6 @@ class Spread:
         room = self.headroom(format_name)
         return 2.0 ** math.floor(room) if math.isfinite(room) else (math.inf if room > 0 else 0.0)
 
-    def picture(self, lowest: int = -40, highest: int = 8) -> str:
-        """Return the histogram as a line of text, one character per exponent; elements outside count at the ends."""
-        inner = [0] * (highest - lowest + 1)
-        for place, count in enumerate(self.counts):
-            inner[min(max(place + LOWEST, lowest), highest) - lowest] += count
-        most = max(inner)
-        return "".join(_SHADES[_shade(count, most)] for count in inner)
-
     def as_dict(self) -> dict[str, Any]:
         """Return the spread as JSON values; exponents without elements are left out."""
         exponents = {str(place + LOWEST): [count, self.mass[place]] for place, count in enumerate(self.counts) if count}
@@ -216,12 +206,3 @@ def _shifted(values: Sequence[float], by: int) -> list[float]:
 
 def _share(parts: Sequence[float], whole: float) -> float:
     return math.fsum(parts) / whole if whole else 0.0
-
-
-def _shade(count: int, most: int) -> int:
-    """Return the shade for a count, on a logarithmic scale."""
-    # A tensor's few large elements are as interesting as its many small ones.
-    if not count:
-        return 0
-    steps = len(_SHADES) - 1
-    return max(1, round(steps * (1 + math.log10(count / most) / 4))) if most else 0

@@ -61,24 +61,19 @@ def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return draw
 
 
-def texts(figure: Figure) -> list[str]:
-    return [text.get_text() for axis in figure.axes for text in (*axis.texts, *axis.get_yticklabels(), axis.title)]
-
-
-def test_a_probe_has_a_panel_for_each_kind_with_the_limits(drawn: Any) -> None:
-    figure = drawn(PROBE)
-    activations, gradients, parameters, _ = figure.axes
-    assert activations.get_title(loc="left") == "activations (2)"
-    assert parameters.get_yticklabels()[0].get_text() == "weight"
-    for axis in (activations, gradients, parameters):
-        assert {line.get_xdata()[0] for line in axis.lines} == {-24.0, -14.0, math.log2(65504)}
-    assert len(gradients.patches) == 2  # lost and too large although scaled
-    assert not activations.patches
-
-
-def test_each_row_adds_up_to_its_elements(drawn: Any) -> None:
-    mesh = drawn(PROBE).axes[0].collections[0].get_array()
-    assert np.nansum(mesh.filled(0), axis=1) == pytest.approx([1.0, 1.0])
+def test_a_probe_has_a_row_for_each_tensor_and_the_limits(drawn: Any) -> None:
+    axis = drawn(PROBE).axes[0]
+    names = axis.get_yticklabels()
+    assert [(name.get_text(), name.get_color()) for name in names][1:3] == [("block/softmax", "grey")] * 2
+    assert names[-1].get_text() == "weight"
+    heat, *limits = axis.collections
+    assert np.nansum(heat.get_array().filled(0), axis=1) == pytest.approx([1.0] * 5)
+    lines = [line.get_segments()[0] for line in limits]
+    scale = math.log2(PROBE.recommended.init)
+    assert [line[0][0] for line in lines] == pytest.approx(
+        [-24.0, -14.0, math.log2(65504), -24.0 - scale, -14.0 - scale, math.log2(65504) - scale]
+    )
+    assert [(line[0][1], line[1][1]) for line in lines] == [(0, 2)] * 3 + [(2, 5)] * 3
 
 
 @pytest.mark.parametrize("report", [NOTHING, MANY], ids=["nothing", "many"])

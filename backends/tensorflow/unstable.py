@@ -14,12 +14,21 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
-from tensorflow.core.framework import graph_pb2
+from tensorflow.core.framework import attr_value_pb2, graph_pb2, tensor_shape_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.impl import api as autograph
-from tensorflow.python.eager import backprop, context
+from tensorflow.python.eager import backprop, context, execute
 from tensorflow.python.eager.polymorphic_function import atomic_function, function_context, function_type_utils
-from tensorflow.python.framework import dtypes, kernels, op_def_registry, ops, tensor_spec
+from tensorflow.python.framework import (
+    constant_op,
+    dtypes,
+    kernels,
+    op_def_registry,
+    ops,
+    tensor_shape,
+    tensor_spec,
+    tensor_util,
+)
 from tensorflow.python.framework.errors_impl import InaccessibleTensorError, NotFoundError
 from tensorflow.python.ops import array_ops, custom_gradient, gradients_util
 from tensorflow.python.training import optimizer
@@ -108,11 +117,6 @@ def graph_of(name: str, within: Any) -> Any:
     """Return the graph from which a function of a graph was made; None if it is not known."""
     known = within._functions.get(name) if within is not None else None
     return getattr(known, "_cached_graph", None)
-
-
-def function_names() -> list[str]:
-    """Return the names of the functions in the runtime, for tests that nothing leaks."""
-    return list(context.context().list_function_names())
 
 
 # Ambient autocast: places where TensorFlow's Python code makes operations, traces functions and takes gradients.
@@ -349,17 +353,29 @@ def _seeds(target: Any) -> Any:
     return nest.pack_sequence_as(target, [array_ops.identity(array_ops.ones_like(one)) for one in flat])
 
 
-def runnable(definitions: Sequence[Any]) -> Any:
-    """Register functions and return a runner of the last one: ``call_flat(*inputs)`` returns its results in order."""
-    # The functions stay registered for as long as the runner lives; see `register`.
-    known = context.context()
-    for definition in definitions:
-        known.add_function_def(definition)
-    called: list[Any] = []
-    for definition in definitions:
-        kind = _function_type(definition.signature)
-        called.append(atomic_function.AtomicFunction(definition.signature.name, known, kind, list(called)))
-    return called[-1]
+def run_operation(definition: Any, inputs: Sequence[Any], attributes: Mapping[str, Any], outputs: int) -> Sequence[Any]:
+    """Run a node with these inputs and attributes in eager code."""
+    if definition.op == "Const":
+        value = attributes["value"].tensor
+        return [constant_op.constant(tensor_util.MakeNdarray(value), value.dtype)]
+    own = {name: value for name, value in attributes.items() if not name.startswith("_")}
+    with ops.device(definition.device or None):
+        flat = tuple(part for name, value in own.items() for part in (name, _python(value)))
+        return execute.quick_execute(definition.op, outputs, list(inputs), flat, context.context()) or []
+
+
+def _python(attribute: Any) -> Any:
+    """Return an attribute of a node as eager code takes it."""
+    kind = attribute.WhichOneof("value")
+    if kind == "list":
+        return [_scalar(one) for _, listed in attribute.list.ListFields() for one in listed]
+    return _scalar(getattr(attribute, kind))
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, tensor_shape_pb2.TensorShapeProto):
+        return tensor_shape.TensorShape(value)
+    return value.name if isinstance(value, attr_value_pb2.NameAttrList) else value
 
 
 def flat_inputs(concrete: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -1,1 +1,1 @@
-"""Recordings of one training step: every tensor's spread, counted in the graph that computes it."""
+"""Recordings of one training step, which is run node by node with every tensor counted."""

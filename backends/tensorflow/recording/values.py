@@ -13,45 +13,31 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow import unstable
 from polyamp.backends.tensorflow.graphs.capture import concrete_of
-from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside, Pass
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Places
+from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32
 from polyamp.backends.tensorflow.graphs.scaling import Dependence
-from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.steps.gradients import SIXTEEN_BIT
-from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation
-from polyamp.diagnosis.spread import Spread
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind
 from polyamp.errors import no_loss
 from polyamp.operations import OPERATIONS as TABLE
 
 _FLOATS = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16, tf.float32, tf.float64)}
-_LOW = tuple(kind.as_datatype_enum for kind in (tf.float16, tf.bfloat16))
+LOW = tuple(kind.as_datatype_enum for kind in (tf.float16, tf.bfloat16))
 _COMPUTING = ("lower", "full", "promote", "follow")
 _UNSEEN = ("custom_call", "call", "cond", "while_loop")  # perhaps only their results are known, not what is inside
-_HANDING = (
-    "Iterator",
-    "Optional",
-    "TensorArray",
-    "Unstage",
-)  # operations that hold values and are not in the table
+_HANDING = ("Iterator", "Optional", "TensorArray", "Unstage")  # they hold values and are not in the table
 _ORDER = (ACTIVATION, GRADIENT, PARAMETER)
 
 
 class Subject(NamedTuple):
-    """One recorded value: an `Observation` without its spread."""
+    """One recorded value: the first fields of an `Observation`."""
 
-    value: str  # its name in its graph
     kind: Kind
     name: str
     native: str
     where: str
     op_class: str
     format: str
-    shape: tuple[int, ...] | None  # None if it is not known
-
-    def observed(self, spread: Spread) -> Observation:
-        """Return the observation, with the spread that was counted."""
-        shape = (spread.elements,) if self.shape is None else self.shape
-        return Observation(self.kind, self.name, self.native, self.where, self.op_class, self.format, shape, spread)
 
 
 class Body:
@@ -60,24 +46,28 @@ class Body:
     def __init__(
         self,
         decisions: Pass,
-        places: Places,
         taken: Sequence[Taken],
         known: dict[Any, Body],
         dependence: Dependence,
-        *,
         gradients: frozenset[str] = frozenset(),
-        repeated: bool = False,
     ) -> None:
-        self.decisions, self.repeated, self.rows = decisions, repeated, dict[str, int]()
-        graph = decisions.graph
-        self._dependence = dependence
+        self.decisions, self.recorded = decisions, set[str]()
+        self._taken = taken
         self._gradients = dependence.of(decisions, gradients)
         self._decided = {decided.node.name: decided for decided in decisions.nodes}
-        self._places, self._taken = places, taken
-        self._used, self._varying = graph.made_from(self._roots()), _varying(decisions)
+        self._used, self._varying = decisions.graph.made_from(self._roots()), _varying(decisions)
+        self.inside: dict[str, list[Body]] = {}
+        for decided in decisions.nodes:
+            keys = [
+                (id(one.decisions), names)
+                for one, names in zip(decided.inside, dependence.inside(decided, self._gradients), strict=True)
+            ]
+            for one, key in zip(decided.inside, keys, strict=True):
+                if key not in known:
+                    known[key] = Body(one.decisions, taken, known, dependence, key[1])
+            self.inside[decided.node.name] = [known[key] for key in keys]
+        # 32-bit values that are rounded for the node that takes them, by the value that is computed
         self.rounded: dict[str, int] = {}
-        self.inside = {decided.node.name: self._bodies(decided, known) for decided in decisions.nodes}
-
         self._read_as = self._cast_down()
 
     def _cast_down(self) -> dict[str, str]:
@@ -86,34 +76,15 @@ class Body:
         for decided in self.decisions.nodes:
             for value, dtype in zip(decided.node.inputs, decided.input_types, strict=True):
                 known = self.decisions.known.get(value)
-                if dtype in _LOW and known is not None and known.dtype == FLOAT32:
+                if dtype in LOW and known is not None and known.dtype == FLOAT32:
                     body, made = self.producer(value)
                     if body is self and made in self.decisions.graph.maker:
                         found[made], self.rounded[value] = value, dtype
         return found
 
-    def _bodies(self, decided: Decided, known: dict[Any, Body]) -> list[Body]:
-        repeated = self.repeated or OPERATIONS.get(decided.node.op) == "while_loop"
-        arguments = self._dependence.inside(decided, self._gradients)
-        return [
-            self._body(one, names, known, repeated=repeated)
-            for one, names in zip(decided.inside, arguments, strict=True)
-        ]
-
-    def _body(self, inside: Inside, gradients: frozenset[str], known: dict[Any, Body], *, repeated: bool) -> Body:
-        key = (id(inside.decisions), gradients, repeated)
-        if key not in known:
-            places = self._places.within(inside.name)
-            known[key] = Body(
-                inside.decisions,
-                places,
-                self._taken,
-                known,
-                self._dependence,
-                gradients=gradients,
-                repeated=repeated,
-            )
-        return known[key]
+    def records_inside(self, name: str) -> bool:
+        """Return whether a function that a node calls has recorded values."""
+        return any(body.recorded or any(map(body.records_inside, body.inside)) for body in self.inside[name])
 
     def _roots(self) -> list[str]:
         """Return the values that are needed: gradients taken here, else all results and inputs of effects."""
@@ -129,14 +100,6 @@ class Body:
             return None
         return self._decided[tensor.op.name].node.outputs[tensor.value_index]
 
-    def spec(self, value: str, *, widened: bool) -> tf.TensorSpec:
-        """Return a value's shape and type: if ``widened`` the traced type in at least 32 bits, else the decided one."""
-        graph, node = self.decisions.graph, self.decisions.graph.maker.get(value)
-        traced = dict(graph.arguments)[value] if node is None else node.output_ports[node.outputs.index(value)].dtype
-        decided = self.rounded.get(value, self.decisions.known[value].dtype)
-        dtype = max(traced, FLOAT32, key=_width) if widened else decided
-        return tf.TensorSpec(self._places.shape(graph, value), tf.as_dtype(dtype))
-
     def producer(self, value: str) -> tuple[Body, str]:
         """Find where a value is computed, through casts, moves and the functions that return it."""
         node = self.decisions.graph.maker.get(value)
@@ -148,7 +111,7 @@ class Body:
         moves = not _computes(self._decided[node.name]) and node.inputs
         return self.producer(node.inputs[0]) if moves else (self, value)
 
-    def computed(self) -> Iterator[tuple[Body, Subject]]:
+    def computed(self) -> Iterator[tuple[Body, str, Subject]]:
         """Yield the floating-point values that nodes compute and others use, in order."""
         for decided in self.decisions.nodes:
             for body in self.inside[decided.node.name]:
@@ -156,14 +119,15 @@ class Body:
             for value in self._computed(decided):
                 kind = GRADIENT if value in self._gradients else ACTIVATION
                 value = self._read_as.get(value, value)
-                yield self, self._subject(value, kind, decided.operation, self.decisions.scopes.scope_of(decided.node))
+                where = self.decisions.scopes.scope_of(decided.node)
+                yield self, value, self._subject(value, kind, decided.operation, where)
 
-    def parameters(self) -> Iterator[tuple[Body, Subject]]:
+    def parameters(self) -> Iterator[tuple[Body, str, Subject]]:
         """Yield the gradients of variables that are taken in this body and those inside."""
         for one in self._taken:
             for name, grad in zip(one.names, one.grads, strict=True):
                 if (value := self.value_of(grad)) is not None:
-                    yield self, self._subject(value, PARAMETER, name, "")
+                    yield self, value, self._subject(value, PARAMETER, name, "")
         for bodies in self.inside.values():
             for body in bodies:
                 yield from body.parameters()
@@ -177,33 +141,27 @@ class Body:
         return [value for value, known in pairs if known.dtype in _FLOATS and value in wanted]
 
     def _subject(self, value: str, kind: Kind, name: str, where: str) -> Subject:
-        graph = self.decisions.graph
         body, made = self.producer(value)
         maker = body.decisions.graph.maker.get(made)
         native, op_class = ("", "keep") if maker is None else (maker.op, _class(body._decided[maker.name]))
-        dtype = (
-            self.rounded.get(value, body.decisions.known[made].dtype)
-            if kind != PARAMETER
-            else body.decisions.known[made].dtype
-        )
-        format_name = _FLOATS.get(dtype, "float32")
-        return Subject(value, kind, name, native, where, op_class, format_name, self._places.shape(graph, value))
+        dtype = body.decisions.known[made].dtype
+        if kind != PARAMETER:
+            dtype = self.rounded.get(value, dtype)
+        return Subject(kind, name, native, where, op_class, _FLOATS.get(dtype, "float32"))
 
 
-def recorded(decisions: Pass, taken: Sequence[Taken]) -> tuple[Body, list[Subject]]:
+def recorded(decisions: Pass, taken: Sequence[Taken]) -> tuple[Body, dict[tuple[Body, str], Subject]]:
     """Return all values that are recorded of a step: in the order of computation, gradients of parameters last."""
     dependence = Dependence.on([seed for one in taken for seed in one.seeds])
-    outer = Body(decisions, Places(decisions.traced), taken, {}, dependence)
+    outer = Body(decisions, taken, {}, dependence)
     parameters = list(outer.parameters())
-    made = {body.producer(subject.value) for body, subject in parameters}
+    made = {body.producer(value) for body, value, _ in parameters}
     # Such a value is recorded as the parameter's gradient only.
-    others = [(body, one) for body, one in outer.computed() if body.producer(one.value) not in made]
-    found = sorted([*others, *parameters], key=lambda pair: _ORDER.index(pair[1].kind))
-    subjects: list[Subject] = []
-    for body, subject in found:
-        if subject.value not in body.rows:  # a function may be called several times
-            body.rows[subject.value] = len(subjects)
-            subjects.append(subject)
+    others = [found for found in outer.computed() if found[0].producer(found[1]) not in made]
+    subjects: dict[tuple[Body, str], Subject] = {}
+    for body, value, subject in sorted([*others, *parameters], key=lambda found: _ORDER.index(found[2].kind)):
+        subjects.setdefault((body, value), subject)  # a function may be called several times
+        body.recorded.add(value)
     return outer, subjects
 
 
@@ -214,10 +172,6 @@ def _varying(decisions: Pass) -> set[str]:
         if decided.operation != "random" and not found.isdisjoint(decided.node.inputs):
             found.update(decided.node.outputs)
     return found
-
-
-def _width(dtype: int) -> int:
-    return int(tf.as_dtype(dtype).size)
 
 
 def _class(decided: Decided) -> str:
@@ -243,24 +197,18 @@ class Taken(NamedTuple):
     seeds: tuple[Any, ...]  # the gradients of the loss from which the backward pass starts, symbolic tensors
 
 
-class Traced(NamedTuple):
-    """A traced step."""
-
-    concrete: Any  # its ``ConcreteFunction``
-    differentiates: bool  # whether the step takes its gradients itself
-    taken: tuple[Taken, ...]  # the gradients, in the order in which they are taken
-
-
-def traced(step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Traced:
-    """Trace a step. If it returns only a loss, trace a step that takes its gradients."""
-    # The latter has the loss scale, a float32 scalar, as its first argument.
+def traced(
+    step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, bool, tuple[Taken, ...]]:
+    """Trace a step, and return whether it takes gradients itself, and those that are taken, in order."""
+    # If it returns only a loss, a step that takes its gradients is traced, with the loss scale as its first argument.
     plain = plain_function(step)
     concrete, taken = _watched(plain, args, kwargs)
     if taken:
-        return Traced(concrete, True, taken)
+        return concrete, True, taken
     _loss_of(concrete.structured_outputs)
     concrete, taken = _watched(_differentiated(plain), (tf.constant(1.0), args, dict(kwargs)), {})
-    return Traced(concrete, False, taken)
+    return concrete, False, taken
 
 
 def plain_function(step: Any) -> Any:

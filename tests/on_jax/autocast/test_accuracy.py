@@ -46,10 +46,6 @@ def gru_turn(p: Any, h: jax.Array, x: jax.Array) -> jax.Array:
     return update * h + (1 - update) * new
 
 
-def rnn_turn(p: Any, h: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.tanh(x @ p["un"] + h @ p["wn"])
-
-
 CELL = {
     "w": normal(1, WIDTH, 2 * WIDTH, scale=0.15),
     "u": normal(2, WIDTH, 2 * WIDTH, scale=0.15),
@@ -81,25 +77,6 @@ def test_weight_gradients_of_a_long_scan(inside: bool, policy: str) -> None:
     used = [name for name, leaf in theirs.items() if float(jnp.abs(leaf).max()) > 0]
     errors = {name: relative_error(ours[name], theirs[name]) for name in used}
     assert max(errors.values()) < ONE_PERCENT, errors
-
-
-def test_a_cast_before_the_scan_would_be_seen_here() -> None:
-    """A cast of the parameters up front, as jmp and mpx make it, does not pass: so passing means something."""
-    loss = unrolled(rnn_turn)
-
-    def in_bfloat16(p: Any, xs: jax.Array) -> jax.Array:
-        half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), p)
-
-        def body(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            h = rnn_turn(half, h, x)
-            return h, h.sum(-1)
-
-        start = jnp.zeros((4, WIDTH), jnp.bfloat16)
-        sums = lax.scan(body, start, xs.astype(jnp.bfloat16))[1]
-        return jnp.square(sums.astype(jnp.float32)).mean() * 16
-
-    theirs = jax.jit(jax.grad(loss))(CELL, SEQUENCE)["wn"]
-    assert relative_error(jax.jit(jax.grad(in_bfloat16))(CELL, SEQUENCE)["wn"], theirs) > ONE_PERCENT
 
 
 def test_a_weight_that_is_used_often_adds_up_its_gradients_in_float32() -> None:

@@ -111,11 +111,3 @@ LOWERED = {
 def test_nothing_is_said_where_products_are_16_bit_or_kept_on_purpose(way: Any, name: str) -> None:
     with silence():
         way(LOWERED[name], "mixed_float16")
-
-
-@pytest.mark.parametrize("found", [W, "loss", 3, {"w": W}])
-@pytest.mark.parametrize("verb", [polyamp.backends.jax.autocast, polyamp.backends.jax.value_and_grad])
-def test_what_is_no_function_is_refused_in_few_words(verb: Any, found: Any) -> None:
-    with pytest.raises(polyamp.errors.InvalidTypeError, match="not a function") as refusal:
-        verb(found, "mixed_float16")
-    assert len(str(refusal.value)) < 500

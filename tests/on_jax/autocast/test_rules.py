@@ -81,16 +81,6 @@ def test_a_named_scope_holds_forward_and_backward(wrapping: str, inside: bool) -
     assert_close(jax.jit(grads)(MLP, X), jax.jit(jax.grad(program))(MLP, X), BF16)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "lowered"),
-    [("outer/head", 2), ("h?ad", 2), ("outer", 1)],
-)
-def test_patterns_of_scopes(pattern: str, lowered: int) -> None:
-    program = lambda p, x: jax.named_scope("outer")(in_a_scope)(p, x @ W)  # noqa: E731
-    mixed = polyamp.autocast(program, polyamp.policy(BF16, rules={pattern: "full"}))
-    assert dots(mixed, MLP, X).count(LOW) == lowered
-
-
 def test_a_scope_around_the_derivative_and_inside_a_custom_rule() -> None:
     @jax.custom_vjp
     def product(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -216,16 +206,6 @@ def test_preferred_element_types(preferred: Any, expected: str | None) -> None:
     assert polyamp.autocast(fn, BF16)(X)[0].dtype == fn(X)[0].dtype
 
 
-def test_float32_accumulation_that_the_user_wrote_for_16_bit_operands() -> None:
-    half = W.astype(jnp.bfloat16)
-
-    def fn(x: jax.Array) -> jax.Array:
-        return jnp.matmul(x.astype(jnp.bfloat16), half, preferred_element_type=jnp.float32) + (x @ W)
-
-    wished, _ = only(trace(polyamp.autocast(fn, BF16), X), "dot_general")
-    assert [aval.dtype.name for aval in (*wished.inputs, *wished.outputs)] == ["bfloat16", "bfloat16", "float32"]
-
-
 @pytest.mark.parametrize("asked", ["float16", "bfloat16", "int32"])
 def test_casts_that_the_user_wrote(asked: str) -> None:
     """The types that the user's Python code sees are those that the program has."""
@@ -247,31 +227,3 @@ def test_a_cast_of_a_user_16_bit_value_to_float32_makes_it_float32() -> None:
         return y * 2.0
 
     assert formats(polyamp.autocast(fn, BF16), X, of=("mul",)) == FULL
-
-
-def test_convolutions_can_be_kept_in_float32() -> None:
-    """A way out where a device has no 16-bit kernel, as for dilated convolutions (jax#37922)."""
-    kernel, image = normal(0, 3, 3, 2, 4, scale=0.2), normal(1, 2, 8, 8, 2)
-
-    def loss(k: jax.Array, x: jax.Array, dilation: int) -> jax.Array:
-        dims = ("NHWC", "HWIO", "NHWC")
-        y = lax.conv_general_dilated(x, k, (1, 1), "SAME", rhs_dilation=(dilation,) * 2, dimension_numbers=dims)
-        return jnp.square(y.reshape(2, -1) @ jnp.ones((256, 3))).mean()
-
-    for dilation in (1, 2):
-        by_rule = jax.grad(ruled(lambda k, x, d=dilation: loss(k, x, d), conv="full"))
-        assert [op.floats for op in only(trace(by_rule, kernel, image), "conv_general_dilated")] == [FULL] * 2
-        mixed = jax.grad(ruled(lambda k, x, d=dilation: loss(k, x, d)))
-        assert set().union(*dots(mixed, kernel, image)) == LOW
-        assert_close(jax.jit(mixed)(kernel, image), jax.grad(loss)(kernel, image, dilation), BF16)
-
-
-# A scope and what is in it.
-
-
-def test_a_device_says_its_capability_in_the_word_of_all_frameworks() -> None:
-    from polyamp.backends.jax import adapter
-
-    assert all(
-        "capability" in device and "compute_capability" not in device for device in adapter.describe()["devices"]
-    )

@@ -127,21 +127,6 @@ def test_a_mesh_with_explicit_shardings_needs_no_layout(dtype: Any) -> None:
         assert after.master_weights["w"].sharding.spec == P("data", "model")
 
 
-def test_logical_names_of_linen_reach_the_masters() -> None:
-    kernel_init = nn.with_logical_partitioning(nn.initializers.ones, ("embed", "mlp"))
-    model = nn.Dense(4, kernel_init=kernel_init, param_dtype=jnp.bfloat16, use_bias=False)
-    tx = polyamp.wrap_optimizer(optax.adam(0.1), "bfloat16")
-
-    def init() -> Any:
-        params = model.init(jax.random.key(0), jnp.ones((2, 8)))["params"]
-        return params, tx.init(params)
-
-    names = nn.get_partition_spec(jax.eval_shape(init))
-    layout = nn.logical_to_mesh_sharding(names, mesh_of(), [("embed", "data"), ("mlp", "model")])
-    params, state = jax.jit(lambda: nn.unbox(init()), out_shardings=layout)()
-    assert specs((params, state.master_weights, state.inner_state[0].nu)) == ({"kernel": P("data", "model")},) * 3
-
-
 def test_shardings_of_nnx_reach_the_masters() -> None:
     kernel_init = nnx.with_partitioning(nnx.initializers.ones, ("data", "model"))
     tx = polyamp.wrap_optimizer(optax.adam(0.1), "bfloat16")

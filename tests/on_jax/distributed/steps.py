@@ -54,12 +54,6 @@ def test_pmap(how: str, spoiled: bool) -> None:
     check(step(*start, shards(spoiled)), spoiled)
 
 
-def test_without_axis_name_devices_would_part() -> None:
-    step, start = pmapped("update cond")
-    params, _ = step(*start, shards(spoiled=True))
-    assert (np.asarray(params)[:, 0] == 1).tolist() == [index == COUNT - 2 for index in range(COUNT)]
-
-
 def test_replicated_state_is_saved_and_loaded() -> None:
     step, start = pmapped("update cond", axis_name="data")
     _, state = step(*start, shards(spoiled=True))
@@ -131,19 +125,6 @@ def test_sharded_under_jit_needs_no_axis_name(layout: str, how: str, spoiled: bo
     assert (before == bits((new, after.inner_state, after.master_weights))) is spoiled
     assert state.loss_scale.is_deleted()
     assert after.loss_scale.is_fully_replicated
-
-
-@pytest.mark.parametrize("how", ["update cond", "apply_gradients cond", "apply_gradients select"])
-@SPOILED
-def test_mesh_with_explicit_shardings(how: str, spoiled: bool) -> None:
-    mesh = jax.make_mesh((COUNT,), ("data",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        params = jax.device_put(jnp.ones((COUNT, 3)), NamedSharding(mesh, P("data")))
-        grads = jax.device_put(np.asarray(shards(spoiled)), NamedSharding(mesh, P("data")))
-        tx, step = wrapped_to_step(optax.adam(0.1), how)
-        held = step(params, jax.jit(tx.init)(params), grads)
-    check(held, spoiled)
-    assert held[0].sharding.spec == P("data", None)
 
 
 @SPOILED

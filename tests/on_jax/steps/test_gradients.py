@@ -121,13 +121,6 @@ def test_bad_losses_are_refused(name: str) -> None:
         scale_loss(value, STATE)
 
 
-@pytest.mark.parametrize("name", ["integer", "vector", "pair"])
-def test_bad_losses_are_refused_while_tracing(name: str) -> None:
-    value, error = BAD_LOSSES[name]
-    with pytest.raises(error, match="the loss"):
-        jax.jit(lambda w: value_and_grad(loss_returning(value), POLICY)(STATE, {"w": w}))(jnp.ones(4))
-
-
 @pytest.mark.parametrize("name", NON_FINITE)
 def test_a_loss_that_is_not_finite_skips_the_step_with_one_warning(name: str) -> None:
     """It does so even if the gradients are finite, as those of a loss plus inf are."""
@@ -218,12 +211,6 @@ def test_argnums_are_those_of_jax(argnums: Any, compiled: bool) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(grads)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(grads), strict=True):
         np.testing.assert_allclose(one / SCALE, other, rtol=1e-2)
-
-
-def test_what_is_no_array_has_no_gradient_in_any_argument() -> None:
-    _, (of_a, of_b) = amp.value_and_grad(two_factors, POLICY, argnums=(0, 2))(STATE, *factors())
-    assert of_a["name"] is None
-    assert of_b["w"].shape == (3, 1)
 
 
 @pytest.mark.parametrize("argnums", [3, -4, (0, 3), (0, 0), (0, -3)])

@@ -1,4 +1,4 @@
-"""Real training loops: flax linen with a TrainState, flax NNX in both styles, equinox, a plain pytree."""
+"""Real training loops: flax linen with a TrainState, flax NNX in both styles, equinox."""
 
 from __future__ import annotations
 
@@ -50,180 +50,100 @@ def cast(tree: Any, dtype: Any) -> Any:
     return polyamp.backends.jax.cast(tree, jnp.dtype(dtype).name)
 
 
-# Each trainer has ``step``, which returns the loss; ``state``, which holds the loss scale; and ``arrays``, which
+# Each kind of loop returns a compiled ``step(held, x, y) -> (loss, held)``, what it starts with, and a function that
 # returns what a skipped step must not touch.
 
 
-class LinenTrainer:
-    def __init__(self, tx: Any = TX, stored: Any = jnp.float32) -> None:
-        model = Linen()
-        params = cast(model.init(jax.random.key(1), X), stored)
-        self.state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+def linen_loop(tx: Any = TX, stored: Any = jnp.float32) -> Any:
+    model = Linen()
+    start = TrainState.create(apply_fn=model.apply, params=cast(model.init(jax.random.key(1), X), stored), tx=tx)
 
-        @jax.jit
-        def step(state: TrainState, x: Any, y: Any) -> Any:
-            def loss_fn(params: Any, x: Any, y: Any) -> jax.Array:
-                return mean_square(state.apply_fn(params, x), y)
+    @jax.jit
+    def step(held: TrainState, x: Any, y: Any) -> Any:
+        def loss_fn(params: Any, x: Any, y: Any) -> jax.Array:
+            return mean_square(held.apply_fn(params, x), y)
 
-            loss, grads = polyamp.value_and_grad(loss_fn, POLICY)(state, state.params, x, y)
-            return loss, state.apply_gradients(grads=grads)
+        loss, grads = polyamp.value_and_grad(loss_fn, POLICY)(held, held.params, x, y)
+        return loss, held.apply_gradients(grads=grads)
 
-        self._step = step
+    return step, start, lambda held: held.params
 
-    def step(self, x: Any, y: Any) -> Any:
-        loss, self.state = self._step(self.state, x, y)
+
+def nnx_loop(tx: Any = TX, stored: Any = jnp.float32) -> Any:
+    model = Nnx()
+    nnx.update(model, cast(nnx.state(model, nnx.Param), stored))
+
+    @nnx.jit
+    def change(model: Nnx, optimizer: Any, x: Any, y: Any) -> Any:
+        def loss_fn(model: Nnx, x: Any, y: Any) -> jax.Array:
+            return mean_square(model(x), y)
+
+        loss, grads = polyamp.value_and_grad(loss_fn, POLICY)(optimizer, model, x, y)
+        optimizer.update(model, grads)
         return loss
 
-    def arrays(self) -> Any:
-        return self.state.params
+    start = model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+    return lambda held, x, y: (change(*held, x, y), held), start, lambda held: nnx.state(held[0], nnx.Param)
 
 
-class NnxTrainer:
-    def __init__(self, tx: Any = TX, stored: Any = jnp.float32) -> None:
-        self.model = Nnx()
-        nnx.update(self.model, cast(nnx.state(self.model, nnx.Param), stored))
-        self.state = nnx.Optimizer(self.model, tx, wrt=nnx.Param)
+def nnx_split_loop(tx: Any = TX, stored: Any = jnp.float32) -> Any:
+    definition, params, others = nnx.split(Nnx(), nnx.Param, ...)
+    params = cast(params, stored)
 
-        @nnx.jit
-        def step(model: Nnx, optimizer: Any, x: Any, y: Any) -> Any:
-            def loss_fn(model: Nnx, x: Any, y: Any) -> jax.Array:
-                return mean_square(model(x), y)
+    @jax.jit
+    def step(held: Any, x: Any, y: Any) -> Any:
+        params, others, opt_state = held
 
-            loss, grads = polyamp.value_and_grad(loss_fn, POLICY)(optimizer, model, x, y)
-            optimizer.update(model, grads)
-            return loss
+        def loss_fn(params: Any, x: Any, y: Any) -> Any:
+            model = nnx.merge(definition, params, others, copy=True)
+            return mean_square(model(x), y), nnx.state(model, nnx.Not(nnx.Param))
 
-        self._step = step
+        (loss, new), grads = polyamp.value_and_grad(loss_fn, POLICY, has_aux=True)(opt_state, params, x, y)
+        params, opt_state = apply_gradients(tx, grads, opt_state, params)
+        return loss, (params, select(opt_state.last_step.applied, new, others), opt_state)
 
-    def step(self, x: Any, y: Any) -> Any:
-        return self._step(self.model, self.state, x, y)
-
-    def arrays(self) -> Any:
-        return nnx.state(self.model, nnx.Param)
+    return step, (params, others, tx.init(params)), lambda held: (held[0], nnx.filter_state(held[1], nnx.BatchStat))
 
 
-class NnxSplitTrainer:
-    def __init__(self, tx: Any = TX, stored: Any = jnp.float32) -> None:
-        definition, params, self.others = nnx.split(Nnx(), nnx.Param, ...)
-        self.params = cast(params, stored)
-        self.state = tx.init(self.params)
+def equinox_loop(tx: Any = TX, stored: Any = jnp.float32) -> Any:
+    model = cast(eqx.nn.MLP(3, 1, 16, 1, key=jax.random.key(2)), stored)
 
-        @jax.jit
-        def step(params: Any, others: Any, opt_state: Any, x: Any, y: Any) -> Any:
-            def loss_fn(params: Any, x: Any, y: Any) -> Any:
-                model = nnx.merge(definition, params, others, copy=True)
-                return mean_square(model(x), y), nnx.state(model, nnx.Not(nnx.Param))
+    @eqx.filter_jit
+    def step(held: Any, x: Any, y: Any) -> Any:
+        def loss_fn(model: Any, x: Any, y: Any) -> jax.Array:
+            return mean_square(jax.vmap(model)(x), y)
 
-            (loss, new), grads = polyamp.value_and_grad(loss_fn, POLICY, has_aux=True)(opt_state, params, x, y)
-            params, opt_state = apply_gradients(tx, grads, opt_state, params)
-            return loss, params, select(opt_state.last_step.applied, new, others), opt_state
+        loss, grads = polyamp.value_and_grad(loss_fn, POLICY)(held[1], held[0], x, y)
+        return loss, apply_gradients(tx, grads, held[1], held[0])
 
-        self._step = step
-
-    def step(self, x: Any, y: Any) -> Any:
-        loss, self.params, self.others, self.state = self._step(self.params, self.others, self.state, x, y)
-        return loss
-
-    def arrays(self) -> Any:
-        return self.params, nnx.filter_state(self.others, nnx.BatchStat)
+    return step, (model, tx.init(model)), lambda held: eqx.filter(held[0], eqx.is_array)
 
 
-class EquinoxTrainer:
-    def __init__(self, tx: Any = TX, stored: Any = jnp.float32) -> None:
-        self.model = cast(eqx.nn.MLP(3, 1, 16, 1, key=jax.random.key(2)), stored)
-        self.state = tx.init(self.model)
-
-        @eqx.filter_jit
-        def step(model: Any, opt_state: Any, x: Any, y: Any) -> Any:
-            def loss_fn(model: Any, x: Any, y: Any) -> jax.Array:
-                return mean_square(jax.vmap(model)(x), y)
-
-            loss, grads = polyamp.value_and_grad(loss_fn, POLICY)(opt_state, model, x, y)
-            model, opt_state = apply_gradients(tx, grads, opt_state, model)
-            return loss, model, opt_state
-
-        self._step = step
-
-    def step(self, x: Any, y: Any) -> Any:
-        loss, self.model, self.state = self._step(self.model, self.state, x, y)
-        return loss
-
-    def arrays(self) -> Any:
-        return eqx.filter(self.model, eqx.is_array)
-
-
-class PlainTrainer:
-    """Nested dicts of modules' parameters, as in haiku."""
-
-    def __init__(self, tx: Any = TX, stored: Any = jnp.float32) -> None:
-        keys = jax.random.split(jax.random.key(3))
-        self.params = cast({"linear": {"w": jax.random.normal(keys[0], (3, 1)), "b": jnp.zeros(1)}}, stored)
-        self.state = tx.init(self.params)
-
-        @jax.jit
-        def step(params: Any, opt_state: Any, x: Any, y: Any) -> Any:
-            def loss_fn(params: Any, x: Any, y: Any) -> jax.Array:
-                return mean_square(x @ params["linear"]["w"] + params["linear"]["b"], y)
-
-            loss, grads = polyamp.value_and_grad(loss_fn, POLICY)(opt_state, params, x, y)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return loss, optax.apply_updates(params, updates), opt_state
-
-        self._step = step
-
-    def step(self, x: Any, y: Any) -> Any:
-        loss, self.params, self.state = self._step(self.params, self.state, x, y)
-        return loss
-
-    def arrays(self) -> Any:
-        return self.params
-
-
-TRAINERS = [LinenTrainer, NnxTrainer, NnxSplitTrainer, EquinoxTrainer, PlainTrainer]
-
-
+LOOPS = [linen_loop, nnx_loop, nnx_split_loop, equinox_loop]
 KINDS = [
-    *((make, {}) for make in TRAINERS),
-    *((make, {"tx": SELECTING}) for make in (LinenTrainer, NnxSplitTrainer)),
-    *((make, {"stored": jnp.float16}) for make in (LinenTrainer, NnxTrainer, EquinoxTrainer)),
+    *((loop, {}) for loop in LOOPS),
+    *((loop, {"tx": SELECTING}) for loop in (linen_loop, nnx_split_loop)),
+    *((loop, {"stored": jnp.float16}) for loop in (linen_loop, nnx_loop, equinox_loop)),
 ]
 
 
-@pytest.mark.parametrize(("make", "options"), KINDS)
-def test_training_learns_and_a_skip_touches_nothing(make: Any, options: Any) -> None:
-    trainer = make(**options)
-    stored = [leaf.dtype for leaf in jax.tree.leaves(trainer.arrays())]
-    losses = [float(trainer.step(X, Y)) for _ in range(100)]
+@pytest.mark.parametrize(("loop", "options"), KINDS)
+def test_training_learns_and_a_skip_touches_nothing(loop: Any, options: Any) -> None:
+    step, held, arrays = loop(**options)
+    stored = [leaf.dtype for leaf in jax.tree.leaves(arrays(held))]
+    losses = []
+    for _ in range(100):
+        loss, held = step(held, X, Y)
+        losses.append(float(loss))
     assert losses[-1] < losses[0] / 10
-    assert [leaf.dtype for leaf in jax.tree.leaves(trainer.arrays())] == stored
-    before = jax.tree.map(np.array, trainer.arrays())
-    trainer.step(SPOILED, Y)
-    assert not check_limits(trainer.state).applied
-    same = jax.tree.map(np.array_equal, before, jax.tree.map(np.array, trainer.arrays()))
+    assert [leaf.dtype for leaf in jax.tree.leaves(arrays(held))] == stored
+    before = jax.tree.map(np.array, arrays(held))
+    _, held = step(held, SPOILED, Y)
+    assert not check_limits(held).applied
+    same = jax.tree.map(np.array_equal, before, jax.tree.map(np.array, arrays(held)))
     assert all(jax.tree.leaves(same))
-    assert polyamp.save_loss_scale(trainer.state)["scale"] == 2.0**11
-
-
-@pytest.mark.parametrize("make", TRAINERS)
-def test_loss_scale_is_saved_and_loaded_in_what_holds_it(make: Any) -> None:
-    trainer = make()
-    trainer.step(SPOILED, Y)
-    saved = polyamp.save_loss_scale(trainer.state)
+    saved = polyamp.save_loss_scale(held)
     assert (saved["scale"], saved["skipped"]) == (2.0**11, 1)
-    trainer.state = polyamp.load_loss_scale(trainer.state, saved | {"scale": 16.0, "skipped": 7})
-    trainer.step(SPOILED, Y)
-    assert polyamp.save_loss_scale(trainer.state)["scale"] == 8.0
-    assert polyamp.save_loss_scale(trainer.state)["skipped"] == 8
-
-
-def test_nnx_module_is_seen_in_the_formats_that_it_is_stored_in() -> None:
-    model, seen = Nnx(), {}
-    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-
-    def loss_fn(model: Nnx, x: Any) -> Any:
-        seen.update(kernel=model.first.kernel[...].dtype, mean=model.norm.mean[...].dtype)
-        return model(x).mean(), x
-
-    (_, aux), grads = polyamp.value_and_grad(loss_fn, POLICY, has_aux=True)(optimizer, model, X)
-    assert seen == {"kernel": jnp.float32, "mean": jnp.float32}
-    assert (aux.dtype, grads["first"]["kernel"][...].dtype) == (jnp.float32, jnp.float32)
+    _, held = step(polyamp.load_loss_scale(held, saved | {"scale": 16.0, "skipped": 7}), SPOILED, Y)
+    saved = polyamp.save_loss_scale(held)
+    assert (saved["scale"], saved["skipped"]) == (8.0, 8)

@@ -10,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
 
 import polyamp
 from polyamp.backends.jax import apply_gradients, check_limits, select
 from polyamp.testing import overflow_trace
-from support.jax_cases import FLOAT16, LABELS, MASK, OPTIMIZERS, STEPS, bits, gradients, params, wrapped_to_step
-from support.loss_scale_cases import TRACES, any_numbers, powers_of_two, walk
+from support.jax_cases import FLOAT16, MASK, OPTIMIZERS, STEPS, bits, gradients, params, wrapped_to_step
 
 COMPILED = STEPS[:-1]
 
@@ -110,25 +108,6 @@ def test_donated_step_needs_no_second_copy_of_anything(half: bool, max_grad_norm
     assert memory.temp_size_in_bytes <= count * spare * 1.1
 
 
-@pytest.mark.parametrize("how", ["update select", "apply_gradients cond"])
-@given(config=powers_of_two() | any_numbers(), trace=TRACES)
-@settings(max_examples=8)
-def test_compiled_scale_follows_the_one_rule(how: str, config: polyamp.LossScale, trace: list[bool]) -> None:
-    tx, step = wrapped_to_step(optax.sgd(0.1), how, loss_scale=config)
-
-    @jax.jit
-    def train(opt_state: Any, spoils: Any) -> Any:
-        def body(held: Any, spoil: Any) -> Any:
-            held = step(*held, spoil)
-            return held, (held[1].scalars, held[1].last_step.applied)
-
-        return jax.lax.scan(body, (jnp.ones(()), opt_state), spoils)[1]
-
-    states, applied = train(tx.init(jnp.ones(())), np.where(trace, 0.0, np.nan).astype(np.float32))
-    assert applied.tolist() == trace
-    assert list(zip(*(field.tolist() for field in states), strict=True)) == [tuple(s) for s in walk(config, trace)]
-
-
 @pytest.mark.parametrize("how", STEPS)
 def test_overflowing_micro_batch_is_left_out_of_the_accumulated_step(how: str) -> None:
     tx, step = wrapped_to_step(optax.MultiSteps(optax.sgd(1.0), 2), how)
@@ -201,13 +180,6 @@ def test_multi_steps_elsewhere_is_welcome(around: Any) -> None:
     unscaled = optax.MultiSteps(polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_bfloat16"), 2)
     assert polyamp.scale_loss(jnp.float32(1), around(inside).init(jnp.zeros(1))) == 2.0**10
     assert polyamp.scale_loss(jnp.float32(1), unscaled.init(jnp.zeros(1))) == 1
-
-
-def test_groups_with_scales_of_their_own_have_no_common_one() -> None:
-    groups = {label: polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16) for label in ("trained", "other")}
-    tx = optax.partition(groups, param_labels=LABELS)
-    with pytest.raises(polyamp.errors.UsageError, match="several states of wrapped optimizers"):
-        polyamp.scale_loss(jnp.float32(1), tx.init(params()))
 
 
 @pytest.mark.parametrize("name", ["chain", "MultiSteps", "masked"])

@@ -15,16 +15,7 @@ from hypothesis import strategies as st
 
 import polyamp
 from polyamp.backends.jax import apply_gradients, check_limits
-from support.jax_cases import FLOAT16, STEPS, bits, gradients, params, wrapped_to_step
-
-
-def test_step_compiles_ahead_of_time() -> None:
-    """jmp's scale raises a TypeError under ``lower``."""
-    tx = polyamp.wrap_optimizer(optax.adam(0.1), FLOAT16)
-    abstract = jax.eval_shape(lambda: (gradients(0, jnp.float32(1)), tx.init(params()), params()))
-    compiled = jax.jit(functools.partial(apply_gradients, tx)).lower(*abstract).compile()
-    grads, opt_state = gradients(0, jnp.float32(2.0**10)), tx.init(params())
-    assert compiled(grads, opt_state, params())[1].last_step
+from support.jax_cases import FLOAT16, bits
 
 
 @pytest.mark.slow
@@ -80,27 +71,6 @@ def test_scale_used_for_unscaling_is_the_one_that_scaled() -> None:
     assert (float(updates[0]), float(state.loss_scale)) == (-6.0, 8.0)
 
 
-def test_scale_never_grows_to_infinity() -> None:
-    """flax DynamicScale did (google/flax#2547); Keras' still does."""
-    config = polyamp.LossScale.like("torch", interval=1, init=2.0**120)
-    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=config)
-    state, step = tx.init(jnp.zeros(1)), jax.jit(tx.update)
-    for _ in range(20):
-        _, state = step(jnp.zeros(1), state)
-    assert state.loss_scale == 2.0**127
-
-
-@pytest.mark.parametrize("shrink", [True, False])
-def test_minimum_survives_tree_map_and_jit(shrink: bool) -> None:
-    """jmp's min_loss_scale is lost in its pytree."""
-    config = polyamp.LossScale(init=8.0, min=4.0, on_min="ignore")
-    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=config)
-    state = jax.tree.map(lambda leaf: leaf, tx.init(jnp.zeros(1)))
-    for _ in range(5):
-        _, state = jax.jit(tx.update)(jnp.array([jnp.inf if shrink else 1.0]), state)
-    assert state.loss_scale == (4.0 if shrink else 8.0)
-
-
 def test_adam_on_half_gradients_stays_finite() -> None:
     """In float16 the second moment underflows to zero and the update is -inf."""
     tx = polyamp.wrap_optimizer(optax.adam(0.1), FLOAT16, master_weights=False)
@@ -109,21 +79,6 @@ def test_adam_on_half_gradients_stays_finite() -> None:
     updates, state = jax.jit(tx.update)(jnp.array([1e-4, 1e-3], jnp.float16), state, weights)
     assert jnp.isfinite(updates).all()
     assert updates.dtype == jnp.float32
-
-
-@pytest.mark.parametrize("how", STEPS)
-def test_master_weights_learn_with_steps_that_16_bits_lose(how: str) -> None:
-    tx, step = wrapped_to_step(optax.sgd(2.0**-12), how, loss_scale=polyamp.LossScale.fixed(2.0**10))
-    weights = {"w": jnp.ones(4, jnp.bfloat16), "b": jnp.ones(2)}
-    state = tx.init(weights)
-    assert state.master_weights["b"] is None
-    for _ in range(64):
-        grads = {name: jnp.full_like(weight, state.loss_scale) for name, weight in weights.items()}
-        weights, state = step(weights, state, grads)
-    assert weights["w"].dtype == jnp.bfloat16
-    np.testing.assert_array_equal(weights["w"].astype(jnp.float32), np.full(4, 1 - 2.0**-6))
-    np.testing.assert_array_equal(weights["b"], np.full(2, 1 - 2.0**-6))
-    np.testing.assert_array_equal(state.master_weights["w"], np.full(4, 1 - 2.0**-6))
 
 
 @given(st.lists(st.floats(-2.0, 2.0, width=32), min_size=3, max_size=3))
@@ -215,24 +170,6 @@ def test_complex_and_float64_gradients_keep_their_dtype() -> None:
         np.int32,
     )
     np.testing.assert_allclose(new["d"], 0.9, rtol=1e-15)
-
-
-def test_last_step_selects_inside_jit() -> None:
-    tx = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
-
-    @jax.jit
-    def step(grads: Any, state: Any, mean: Any) -> Any:
-        _, state = tx.update(grads, state)
-        return polyamp.backends.jax.select(state.last_step.applied, mean + 1, mean)
-
-    state = tx.init(jnp.ones(1))
-    assert [step(jnp.array([g]), state, 0.0).tolist() for g in (1.0, np.inf)] == [1.0, 0.0]
-
-
-@pytest.mark.parametrize("thing", [optax.sgd, optax.EmptyState(), optax.constant_schedule(0.1), jnp.ones(2)])
-def test_what_is_no_optimizer_is_refused(thing: Any) -> None:
-    with pytest.raises(polyamp.errors.InvalidTypeError, match="not an optimizer"):
-        polyamp.wrap_optimizer(thing, FLOAT16, backend="jax")
 
 
 def test_masters_without_parameters_are_refused() -> None:

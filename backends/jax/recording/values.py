@@ -96,40 +96,21 @@ def widened(array: Any, dtype: Any) -> Any:
 
 def bound_widened(equation: Any, arrays: Sequence[Any]) -> list[Any]:
     """Return the results of an equation, with float32 arrays in place of 16-bit ones."""
-    # An equation that works on bits, has an inner program or does not accept float32 runs as written, on rounded
-    # arrays.
+    # An equation that works on bits, has an inner program or is not in the table runs as written, on rounded arrays.
     before, after = ([unstable.dtype_in(var) for var in side] for side in (equation.invars, equation.outvars))
     if not any(map(is_low, (*before, *after))):
         return unstable.bound(equation, arrays)
     if equation.primitive.name == "reduce_precision":
         return list(arrays)
-    if _is_wide_too(equation, arrays, after):
+    entry = OPERATIONS.get(canonical(equation.primitive.name, equation.params))
+    is_wide_too = entry is not None and (entry.op_class != "keep" or equation.primitive.name == "convert_element_type")
+    if is_wide_too and not unstable.inner_programs(equation):
         return unstable.bound(equation, arrays, _adapted(equation.params))
     given = [
         unstable.converted(array, dtype) if is_low(dtype) else array
         for array, dtype in zip(arrays, before, strict=True)
     ]
     return [widened(array, dtype) for array, dtype in zip(unstable.bound(equation, given), after, strict=True)]
-
-
-def _is_wide_too(equation: Any, arrays: Sequence[Any], declared: Sequence[Any]) -> bool:
-    """Return whether an equation means the same in float32 as in 16 bits."""
-    name = canonical(equation.primitive.name, equation.params)
-    if unstable.inner_programs(equation):
-        return False
-    if name in OPERATIONS:
-        return name == "cast" or OPERATIONS[name].op_class != "keep"
-    return _takes_float32(equation, arrays, declared)
-
-
-def _takes_float32(equation: Any, arrays: Sequence[Any], declared: Sequence[Any]) -> bool:
-    """Return whether an unknown primitive, such as one of a newer JAX, accepts float32 by its own type rule."""
-    try:
-        results = jax.eval_shape(lambda *own: unstable.bound(equation, own, _adapted(equation.params)), *arrays)
-    except (TypeError, ValueError, NotImplementedError):
-        return False
-    wanted = [FLOAT32 if is_low(dtype) else dtype for dtype in declared]
-    return [result.dtype for result in results] == wanted
 
 
 def _adapted(params: dict[str, Any]) -> dict[str, Any]:

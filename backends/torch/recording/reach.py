@@ -44,9 +44,7 @@ class Reach:
 
     def modules(self) -> list[nn.Module]:
         """Return the outermost modules: those that are not inside another module."""
-        found = self.all_of(nn.Module)
-        inner = {part for module in found for part in module.modules() if part is not module}
-        return [module for module in found if module not in inner]
+        return outermost(self.all_of(nn.Module))
 
     def parameters(self) -> Iterator[Tensor]:
         """Yield all tensors that may have a gradient: in modules, in optimizers' groups, and by themselves."""
@@ -127,9 +125,12 @@ def _is_users(module: str | None) -> bool:
 
 def names_of(modules: Iterable[nn.Module], leaves: Sequence[Tensor]) -> dict[Tensor, str]:
     """Return names for leaves, in the order of the modules' parameters; other leaves follow, by number and shape."""
-    wanted, named = set(leaves), dict[Tensor, tuple[str, str]]()
-    for prefix, root in _prefixes(modules):
-        for name, param in root.named_parameters():
+    wanted, named, kinds = set(leaves), dict[Tensor, tuple[str, str]](), Counter[str]()
+    for module in outermost(modules):
+        kind = type(module).__name__
+        prefix = f"{kind}_{kinds[kind]}" if kinds[kind] else kind
+        kinds[kind] += 1
+        for name, param in module.named_parameters():
             if param in wanted:
                 named.setdefault(param, (prefix, name.removeprefix("_orig_mod.")))
     shared = Counter(name for _, name in named.values())
@@ -138,16 +139,11 @@ def names_of(modules: Iterable[nn.Module], leaves: Sequence[Tensor]) -> dict[Ten
     return known | {leaf: f"parameter {place} of shape {tuple(leaf.shape)}" for place, leaf in enumerate(others)}
 
 
-def _prefixes(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules, each with a unique name that is made from the name of its class."""
+def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules that are not inside another one of them, each once."""
     found = list(dict.fromkeys(modules))
     inner = {part for module in found for part in module.modules() if part is not module}
-    count: Counter[str] = Counter()
-    for module in found:
-        if module not in inner:
-            kind = type(module).__name__
-            yield (f"{kind}_{count[kind]}" if count[kind] else kind), module
-            count[kind] += 1
+    return [module for module in found if module not in inner]
 
 
 Closure = Callable[[], Any]

@@ -24,7 +24,7 @@ from polyamp.backends.torch.recording.mode import Recorder, UpdateBegins
 from polyamp.backends.torch.recording.reach import Reach, keep, names_of, told
 from polyamp.backends.torch.steps.losses import COUNTS, LATEST
 from polyamp.backends.torch.steps.optimizer import ALIVE
-from polyamp.backends.torch.tracking import ModuleHooks, Tracker
+from polyamp.backends.torch.tracking import Tracker
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.errors import InvalidTypeError, NonFiniteLossError, UnsupportedError, shown
 from polyamp.policies import Policy
@@ -97,30 +97,20 @@ def _check_sharding(modules: Iterable[nn.Module], widened: bool) -> None:
 
 
 def _loss_of(step: Any, result: Any) -> Tensor:
-    loss = result[0] if isinstance(result, tuple) and result else result
+    loss = result[0] if isinstance(result, tuple) and result else getattr(result, "loss", result)
     if isinstance(loss, Tensor) and loss.is_floating_point() and loss.numel() == 1 and loss.requires_grad:
         return loss
-    raise _no_loss(step, loss)
-
-
-def _no_loss(step: Any, found: Any) -> InvalidTypeError:
-    fix = "return the loss, or call loss.backward() in it"
-    if isinstance(step, nn.Module):
-        fix = "pass a function that returns the loss: polyamp.probe(lambda x, y: loss_fn(model(x), y), x, y)"
-    return InvalidTypeError(
+    found = shown(loss)
+    if isinstance(loss, Tensor):
+        gradient = "" if loss.requires_grad else ", which does not require gradients"
+        found = f"a tensor of {str(loss.dtype).removeprefix('torch.')} and shape {tuple(loss.shape)}{gradient}"
+    raise InvalidTypeError(
         "the step neither returns a loss nor runs a backward pass",
         where=getattr(step, "__name__", type(step).__name__),
-        found=_shown(found),
-        allowed="one floating number that depends on parameters, alone or first in a tuple",
-        fix=fix,
+        found=found,
+        allowed="one floating number that depends on parameters, alone, first in a tuple or as .loss",
+        fix="return the loss, as in polyamp.probe(lambda x, y: loss_fn(model(x), y), x, y), or call loss.backward()",
     )
-
-
-def _shown(found: Any) -> str:
-    if not isinstance(found, Tensor):
-        return shown(found)
-    gradient = "" if found.requires_grad else ", which does not require gradients"
-    return f"a tensor of {str(found.dtype).removeprefix('torch.')} and shape {tuple(found.shape)}{gradient}"
 
 
 class Run:
@@ -147,21 +137,22 @@ class Run:
             self.changes.keep_module(module)
         for param in self.reach.parameters():
             self.changes.take_gradient(param)
+        forget_casts()  # earlier casts of weights are not widened, and new ones are useless afterwards
         try:
             kernels = _float32_kernels() if self._wide else nullcontext()
             with _random_state_kept(), _eagerly(), self.tracker.followed(), kernels:
                 yield
         finally:
+            forget_casts()
             self.changes.undo()
             restore()
 
     def forward(self, mode: AbstractContextManager[Any], took: Callable[[Tensor, Tensor], None]) -> Any:
         """Run the step in a mode, up to its optimizer's update, and return its result."""
         hook = register_optimizer_step_pre_hook(self._before_step)
-        region = autocast(self._policy)
         try:
-            with told(self._update_begins), torch.enable_grad(), mode, _casts_forgotten(), region:
-                return _Backward(self, took).of(self._step, *self._args, **self._kwargs)
+            with told(self._update_begins), torch.enable_grad(), mode, autocast(self._policy), _Backward(self, took):
+                return self._step(*self._args, **self._kwargs)
         except UpdateBegins as end:
             self._scale = end.scale
         except NonFiniteLossError:  # the recording shows where it came from
@@ -197,11 +188,6 @@ class _Backward(TorchFunctionMode):
         super().__init__()
         self._run, self._took, self._depth = run, took, nesting()
 
-    def of(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a step while it is observed."""
-        with self:
-            return step(*args, **kwargs)
-
     @unstable.never_compiled
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -232,33 +218,13 @@ class _Backward(TorchFunctionMode):
 _OFF = make_policy("float32")
 
 
-@contextmanager
-def _casts_forgotten() -> Iterator[None]:
-    """Clear cached casts of weights: earlier ones are not widened, and new ones are useless afterwards."""
-    forget_casts()
-    try:
-        yield
-    finally:
-        forget_casts()
-
-
-@contextmanager
-def _float32_kernels() -> Iterator[None]:
-    """Avoid kernels for recurrent layers and attention on accelerators that require 16-bit memory."""
-    entered: list[ExitStack] = []
-
-    def without_cudnn(module: nn.Module, inputs: Any) -> None:
-        if isinstance(module, nn.RNNBase):
-            entered.append(ExitStack())
-            entered[-1].enter_context(torch.backends.cudnn.flags(enabled=False))
-
-    def with_cudnn(module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(module, nn.RNNBase):
-            entered.pop().close()
-
-    attention = nullcontext() if ACCELERATOR is None else sdpa_kernel(_ATTENTION)
-    with ModuleHooks(without_cudnn, with_cudnn), attention:
-        yield
+def _float32_kernels() -> AbstractContextManager[Any]:
+    """Return a context without the kernels for recurrent layers and attention that require 16-bit memory."""
+    contexts = ExitStack()
+    contexts.enter_context(torch.backends.cudnn.flags(enabled=False))
+    if ACCELERATOR is not None:
+        contexts.enter_context(sdpa_kernel(_ATTENTION))
+    return contexts
 
 
 _ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -329,29 +329,13 @@ def test_user_casts_scatters_and_bits_are_widened_too() -> None:
     )
 
 
-def new_primitive(name: str, only: Any = None) -> Primitive:
-    """Return a new primitive that squares its operand; it may accept only one dtype."""
-    primitive = Primitive(name)
-
-    def squared(x: Any) -> Any:
-        if only is not None and x.dtype != only:
-            raise TypeError(f"{name} takes {only}, not {x.dtype}")
-        return x
-
-    primitive.def_abstract_eval(squared)
+def test_an_unknown_primitive_runs_as_written() -> None:
+    primitive = Primitive("squares")
+    primitive.def_abstract_eval(lambda x: x)
     mlir.register_lowering(primitive, mlir.lower_fun(lambda x: x * x, multiple_results=False))
-    return primitive
-
-
-SQUARES, HALF_SQUARES = new_primitive("squares"), new_primitive("half_squares", np.dtype("float16"))
-
-
-@pytest.mark.parametrize(("primitive", "largest"), [(SQUARES, 160_000), (HALF_SQUARES, 0)])
-def test_an_unknown_primitive_is_widened_where_its_types_allow(primitive: Primitive, largest: float) -> None:
     recording = record(lambda x: primitive.bind(x.astype(jnp.float16)) + jnp.float16(0), jnp.full(3, 400.0))
-    own = only(recording, primitive.name)
-    assert (own.op_class, own.format) == ("keep", "float16")
-    assert (own.spread.largest, own.spread.inf) == (largest, 0 if largest else 3)
+    own = only(recording, "squares")
+    assert (own.op_class, own.format, own.spread.inf) == ("keep", "float16", 3)
 
 
 def test_keys_integers_and_large_tensors() -> None:

@@ -578,11 +578,4 @@ def test_casts_of_weights_do_not_stay_in_a_region_around() -> None:
 def test_a_step_without_a_loss_is_refused(step: Callable[[], Any], said: str) -> None:
     with pytest.raises(polyamp.errors.InvalidTypeError, match=said) as caught:
         record(step)
-    assert "return the loss, or call loss.backward() in it" in str(caught.value)
-
-
-def test_a_model_that_gives_no_loss_is_refused_with_what_to_write() -> None:
-    with pytest.raises(
-        polyamp.errors.InvalidTypeError, match=r"polyamp\.probe\(lambda x, y: loss_fn\(model\(x\), y\), x, y\)"
-    ):
-        record(net(), X)
+    assert "return the loss" in str(caught.value)

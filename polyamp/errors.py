@@ -474,6 +474,6 @@ def without_common_step(strategy: object) -> UnsupportedError | None:
                 where="a step in the strategy's replicas",
                 found=names[0],
                 allowed="MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy",
-                fix="use one of these, or a policy without a loss scale, such as mixed_bfloat16",
+                fix="use one of these, or bfloat16 with loss_scale=polyamp.LossScale.none(), which checks nothing",
             )
     return None

@@ -42,7 +42,7 @@ class Library(NamedTuple):
 
 
 def _torch(settings: Fields, state: Fields, form: Form) -> Form:
-    return form if settings["check"] else {}  # the state of a disabled scaler
+    return form if _scales(settings) else {}  # the state of a disabled scaler
 
 
 def _apex(settings: Fields, state: Fields, form: Form) -> Form:
@@ -201,6 +201,10 @@ def _is_dynamic(settings: Fields) -> bool:
     return bool(settings["check"] and settings["min"] < settings["max"])
 
 
+def _scales(settings: Fields) -> bool:
+    return bool(settings["check"] and not settings["min"] == settings["max"] == 1)
+
+
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
@@ -242,8 +246,10 @@ def report_lost(settings: Fields, theirs: Fields, state: Fields, like: str) -> N
 
 def _other_rule(settings: Fields, theirs: Fields, like: str) -> list[str]:
     """Return the settings with which the library's rule differs from ours."""
+    if like == "torch" and not _scales(settings):
+        return []
     if not settings["check"]:
-        return [] if like == "torch" else ["check"]
+        return ["check"]
     if not _is_dynamic(settings) and like in ("deepspeed", "jmp"):
         return []  # forms of a scale that does not change
     can_set = set(LIBRARIES[like].options.values()) - {"init"}
@@ -274,7 +280,7 @@ def read(settings: Fields, initial: Fields, saved: Any) -> dict[str, Any]:
             "the saved state comes from training without a loss scale, as under bfloat16: the loss scale starts at "
             f"init = {settings['init']:g}."
         )
-        values["scale"] = settings["init"]
+        values |= {name: initial[name] for name in ("scale", "good_steps", "hysteresis")}
     state = {name: _number(values[name], type(first)) for name, first in initial.items()}
     _check(settings, state)
     return state
@@ -362,8 +368,10 @@ def _from_deepspeed(found: Fields) -> dict[str, Any]:
 
 
 def _is_unscaled(values: Fields) -> bool:
-    """Return whether a state is as under `LossScale.none`: the scale stays 1 and nothing is counted."""
-    return all(_number(value, float) == (name in ("scale", "hysteresis")) for name, value in values.items())
+    """Return whether a state is as under `LossScale.skip_nonfinite` or `none`: its scale is 1 and was never another."""
+    names = ("scale", "growths", "skipped", "overflow_scale")
+    scale, growths, skipped, at = (_number(values[name], float) for name in names)
+    return scale == 1 and growths == 0 and at == min(skipped, 1)
 
 
 def _check(settings: Fields, state: Fields) -> None:

@@ -40,8 +40,10 @@ def default_rules(param: str, compute: str, output: str) -> tuple[Rule, ...]:
 
 
 def default_loss_scale(compute: str) -> LossScale:
-    """Return a dynamic loss scale for float16, whose gradients underflow, and none for formats with float32's range."""
-    return LossScale() if compute == "float16" else LossScale.none()
+    """Return a dynamic loss scale for float16, whose gradients underflow; for other low formats a check alone."""
+    if compute == "float16":
+        return LossScale()
+    return LossScale.skip_nonfinite() if format_of(compute).is_low else LossScale.none()
 
 
 def _word(formats: str, loss_scale: LossScale | None = None) -> _Words:
@@ -56,7 +58,7 @@ _WORDS: dict[str, _Words] = {
     "float16": _word("float16 float16 float16"),
     "bfloat16": _word("bfloat16 bfloat16 bfloat16"),
     "O2": _word("float16 float16 float32"),
-    "O3": _word("float16 float16 float16", LossScale.none()),
+    "O3": _word("float16 float16 float16", LossScale.skip_nonfinite()),
 }
 
 SAME_AS: dict[str, str] = {
@@ -221,7 +223,7 @@ class Policy:
                 "bfloat16 has the range of float32: a dynamic loss scale cannot help it",
                 where="policy(loss_scale=)",
                 found=repr(self.loss_scale),
-                allowed="LossScale.none(), or LossScale.skip_nonfinite() to skip steps whose gradients are not finite",
+                allowed="LossScale.skip_nonfinite(), the default; or LossScale.none(), which checks nothing",
                 fix="leave loss_scale= out",
             )
 
@@ -593,9 +595,9 @@ def report_missing_scale(
         stacklevel: as in `warnings.warn`, counted from this function.
     """
     forward = forward or _traced_for.get() or (current_policy() if in_policy() else None)
-    if forward is None or compute in (None, forward.compute) or settings.check:
+    if forward is None or compute in (None, forward.compute) or settings.scales:
         return
-    if forward.compute == "float16" and forward.loss_scale.check:
+    if forward.compute == "float16" and forward.loss_scale.scales:
         warn_once(
             "the forward pass computes in float16, and the optimizer was wrapped without a loss scale. What to do: "
             f"call polyamp.wrap_optimizer(optimizer, policy) with {forward}: else small gradients round to zero.",

@@ -290,8 +290,8 @@ class LossScale:
     def skip_nonfinite(cls) -> LossScale:
         """Return settings without scaling that still skip a step with non-finite gradients.
 
-        For bfloat16, which needs no loss scale: one NaN step would ruin the run. DeepSpeed calls this
-        ``check_grad_overflow``.
+        The default of policies in bfloat16, which need no loss scale: one NaN step would ruin the run. DeepSpeed calls
+        this ``check_grad_overflow``.
 
         >>> config = LossScale.skip_nonfinite()
         >>> config.initial_state().scale, config.check
@@ -324,6 +324,11 @@ class LossScale:
     def dynamic(self) -> bool:
         """Whether the scale can change."""
         return self.check and self.min < self.max
+
+    @property
+    def scales(self) -> bool:
+        """Whether a scaled loss can differ from an unscaled one."""
+        return self.check and not self.min == self.max == 1
 
     def initial_state(self) -> LossScaleState:
         """Return the state before the first step, as Python numbers."""

@@ -56,7 +56,7 @@ def _traced(
         with policy:
             program = Program(*as_pure(fn, args, kwargs)[:4])
         settings = ((state.settings, state.scalars.scale) for state in states_in((args, kwargs)))
-        scales = [scale for one, scale in settings if one.check and not (one.min == one.max == 1)]
+        scales = [scale for one, scale in settings if one.scales]
         places = [index for index, array in enumerate(program.arrays) if any(array is scale for scale in scales)]
         found = scaling_of(program.closed, places)
         return explain(fn, *args, policy=policy, **kwargs), list(walk(program.closed)), found

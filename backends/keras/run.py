@@ -45,7 +45,7 @@ def begin(session: Session) -> None:
     _refuse_own(session)
     models = _Models(session, policy)
     session.at_end(choose_optimizers(models.optimizer_for))
-    if policy.loss_scale.check:
+    if policy.loss_scale.scales:
         models.watch_steps()
 
 
@@ -77,7 +77,7 @@ class _Models:
                 found=str(self._policy),
                 fix="leave the rules out of --policy; or write polyamp.convert(model, policy) in the script",
             )
-        if not self._policy.loss_scale.check:
+        if not self._policy.loss_scale.scales:
             return optimizer
         if type(model).train_step is not keras.Model.train_step:  # it takes and applies gradients itself
             self._scaling_of_loops("train_step", f"{type(model).__qualname__}.train_step")

@@ -62,7 +62,7 @@ def begin(session: Session) -> None:
     autocast_everywhere(policy)
     session.at_end(lambda: autocast_everywhere(None))
     _record_products(session, policy)
-    if policy.loss_scale.check:
+    if policy.loss_scale.scales:
         _scale_losses(session, policy)
 
 

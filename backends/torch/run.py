@@ -86,7 +86,7 @@ def begin(session: Session) -> None:
     _run_models_under(session, policy)
     steps = _Steps(session, policy)
     session.replace(torch.autograd, "backward", steps.backward(torch.autograd.backward))
-    if policy.loss_scale.check:
+    if policy.loss_scale.scales:
         _refuse_readers_of_gradients(session)
         steps.watch_optimizers()
 
@@ -335,7 +335,7 @@ class _Steps:
                 original(tensors, grad_tensors, *args, **kwargs)
                 return
             self._session.check()
-            if not self._policy.loss_scale.check:
+            if not self._policy.loss_scale.scales:
                 original(tensors, grad_tensors, *args, **kwargs)
                 return
             first = self._check_options(losses, *args, **kwargs)

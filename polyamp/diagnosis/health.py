@@ -136,6 +136,7 @@ class Health(Report):
         if self.margin is not None:
             parts.append(f"margin {self.margin:+.1f} bits")
         verdict = self.state if self.state in ("ok", "calibrating") else f"{self.state}: {self.why}"
+        verdict = verdict if self.settings.check else "not checked"
         return "  ".join([*parts, verdict])
 
     @property
@@ -147,6 +148,8 @@ class Health(Report):
     @property
     def _judged(self) -> tuple[State, str]:
         scale, settings = power(self.scale), self.settings
+        if not settings.check:
+            return "ok", "not checked: LossScale.none() tests no gradients"
         if self._spirals:
             return "spiral", f"{self.skipped_in_a_row:,} steps skipped in a row"
         if self._frozen_at_min:

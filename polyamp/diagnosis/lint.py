@@ -232,7 +232,7 @@ def _at(places: Iterable[str], **values: Any) -> Fault:
 
 
 def _not_wrapped(facts: Facts) -> Iterator[Fault]:
-    needs = facts.policy.compute == "float16" and facts.policy.loss_scale.check
+    needs = facts.policy.compute == "float16" and facts.policy.loss_scale.scales
     if facts.optimizer == "plain" and needs and not facts.layer_policies:
         yield _at([])
 

@@ -18,18 +18,18 @@ from polyamp import LossScale, Policy, policy
 from polyamp.policies import WORDS
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"
-DYNAMIC, NONE = LossScale(), LossScale.none()
+DYNAMIC, CHECKED, NONE = LossScale(), LossScale.skip_nonfinite(), LossScale.none()
 
 DIALECTS = {
     # Keras
     "float32": (F32, F32, F32, NONE),
     "mixed_float16": (F32, F16, F32, DYNAMIC),
-    "mixed_bfloat16": (F32, BF16, F32, NONE),
+    "mixed_bfloat16": (F32, BF16, F32, CHECKED),
     "float16": (F16, F16, F16, DYNAMIC),
-    "bfloat16": (BF16, BF16, BF16, NONE),
+    "bfloat16": (BF16, BF16, BF16, CHECKED),
     # jmp
     "params=float32,compute=float16,output=float32": (F32, F16, F32, DYNAMIC),
-    "p=f32,c=bf16,o=f32": (F32, BF16, F32, NONE),
+    "p=f32,c=bf16,o=f32": (F32, BF16, F32, CHECKED),
     "p=f16,c=f16,o=f32": (F16, F16, F32, DYNAMIC),
     "params=float32": (F32, F32, F32, NONE),
     "compute=half": (F32, F16, F16, DYNAMIC),
@@ -39,17 +39,17 @@ DIALECTS = {
     "O0": (F32, F32, F32, NONE),
     "O1": (F32, F16, F32, DYNAMIC),
     "O2": (F16, F16, F32, DYNAMIC),
-    "O3": (F16, F16, F16, NONE),
+    "O3": (F16, F16, F16, CHECKED),
     # trainers
     "no": (F32, F32, F32, NONE),
     "fp16": (F32, F16, F32, DYNAMIC),
-    "bf16": (F32, BF16, F32, NONE),
+    "bf16": (F32, BF16, F32, CHECKED),
     "16-mixed": (F32, F16, F32, DYNAMIC),
-    "bf16-mixed": (F32, BF16, F32, NONE),
+    "bf16-mixed": (F32, BF16, F32, CHECKED),
     "16-true": (F16, F16, F16, DYNAMIC),
-    "bf16-true": (BF16, BF16, BF16, NONE),
+    "bf16-true": (BF16, BF16, BF16, CHECKED),
     "amp_fp16": (F32, F16, F32, DYNAMIC),
-    "amp_bf16": (F32, BF16, F32, NONE),
+    "amp_bf16": (F32, BF16, F32, CHECKED),
 }
 
 
@@ -180,7 +180,7 @@ def test_policy_from_a_policy_changes_only_what_is_given() -> None:
     base = policy("mixed_float16", rules={"softmax": "lower"})
     assert policy(base) == base
     changed = policy(base, compute=BF16)
-    assert (changed.compute, changed.loss_scale, changed.rules) == (BF16, NONE, base.rules)
+    assert (changed.compute, changed.loss_scale, changed.rules) == (BF16, CHECKED, base.rules)
     scaled = policy("mixed_float16", loss_scale=LossScale.fixed(8.0))
     assert policy(scaled, output=F16).loss_scale == LossScale.fixed(8.0)
 

@@ -42,7 +42,7 @@ def note_converted(model: Any) -> None:
 def report_unscaled(model: Any, layers: Sequence[Any], policy: Policy) -> None:
     """Warn if layers compute in float16 and no wrapped optimizer scales the loss."""
     # Keras' ``compile`` wraps an optimizer by itself only if the model's own policy is ``mixed_float16``.
-    own_choice = policy.compute == "float16" and not policy.loss_scale.check
+    own_choice = policy.compute == "float16" and not policy.loss_scale.scales
     if own_choice or not any(layer.compute_dtype == "float16" for layer in layers):
         return
     optimizer = getattr(model, "optimizer", None)  # missing until the model is compiled

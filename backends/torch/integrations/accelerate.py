@@ -98,7 +98,7 @@ class SharedScaler(GradScaler):
         Raises:
             UsageError: no optimizer was prepared, and the policy scales losses.
         """
-        if not (self.optimizers or self._accelerator.policy.loss_scale.check):
+        if not (self.optimizers or self._accelerator.policy.loss_scale.scales):
             return outputs
         return super().scale(outputs)
 

@@ -75,10 +75,11 @@ def test_a_skipped_step_leaves_batch_statistics_bit_identical(compiled: bool) ->
 
 
 @pytest.mark.filterwarnings("ignore:the loss was not finite")
-def test_without_scaling_nothing_is_put_back() -> None:
-    """A policy without a check skips nothing, so its statistics go along with its parameters."""
+def test_without_a_check_nothing_is_put_back() -> None:
+    """Without a check nothing is skipped, so the statistics go along with the parameters."""
     model = Model(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_bfloat16"), wrt=nnx.Param)
+    unchecked = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_bfloat16", loss_scale=polyamp.LossScale.none())
+    optimizer = nnx.Optimizer(model, unchecked, wrt=nnx.Param)
     polyamp.value_and_grad(loss_fn, "mixed_bfloat16")(optimizer.opt_state, model, GOOD.at[0, 0].set(jnp.nan))
     assert not all(np.isfinite(new).all() for new in statistics(model))
 

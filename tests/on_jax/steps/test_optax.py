@@ -177,9 +177,9 @@ def test_wrapped_inside_of_multi_steps_is_refused_where_its_loss_would_be_scaled
 @pytest.mark.parametrize("around", [optax.chain, functools.partial(optax.masked, mask=True)])
 def test_multi_steps_elsewhere_is_welcome(around: Any) -> None:
     inside = polyamp.wrap_optimizer(optax.MultiSteps(optax.sgd(0.1), 2), FLOAT16)
-    unscaled = optax.MultiSteps(polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_bfloat16"), 2)
+    unchecked = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_bfloat16", loss_scale=polyamp.LossScale.none())
     assert polyamp.scale_loss(jnp.float32(1), around(inside).init(jnp.zeros(1))) == 2.0**10
-    assert polyamp.scale_loss(jnp.float32(1), unscaled.init(jnp.zeros(1))) == 1
+    assert polyamp.scale_loss(jnp.float32(1), optax.MultiSteps(unchecked, 2).init(jnp.zeros(1))) == 1
 
 
 @pytest.mark.parametrize("name", ["chain", "MultiSteps", "masked"])

@@ -59,7 +59,7 @@ def test_strategies_without_a_common_step_are_refused_by_name(name: str) -> None
     named = type(name, (tf.distribute.OneDeviceStrategy,), {})("CPU:0")
     with named.scope():
         weight, scaler = tf.Variable([1.0]), LossScaler(polyamp.LossScale(init=8.0))
-        plain = LossScaler("mixed_bfloat16")
+        plain = LossScaler(polyamp.LossScale.none())
     sgd = tf.compat.v1.train.GradientDescentOptimizer(1.0)
     with pytest.raises(polyamp.errors.UnsupportedError, match=f"under a {name}"):
         named.run(lambda: scaler.step(sgd, [(tf.constant([8.0]), weight)]))

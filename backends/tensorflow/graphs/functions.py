@@ -15,8 +15,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.graphs.capture import POLICY_ATTRIBUTE, check_graph, rewritten_before
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside, Pass, Rules
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, Places, device_of
-from polyamp.backends.tensorflow.graphs.special import SPECIAL, decide_list
-from polyamp.backends.tensorflow.graphs.values import VARIANT, Known, is_list, value_of_capture, value_of_type
+from polyamp.backends.tensorflow.graphs.values import VARIANT, Known, value_of_capture, value_of_type
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import FunctionLibrary, graph_of
 from polyamp.flow import AS_WRITTEN, CARRIED, TABLE, Decision, Flow, Value
@@ -35,14 +34,10 @@ class Functions:
         self.library, self.rules, self._traced = library, rules, traced
         self._bodies: dict[Any, Pass] = {}
 
-    def handler(self, node: Node) -> Callable[[Pass, Node], Decided] | None:
-        """Return the function that decides a node; None if the flow rule alone decides it."""
-        if is_list(node):
-            return decide_list
-        if node.op in SPECIAL:
-            return SPECIAL[node.op]
+    def decide(self, decisions: Pass, node: Node) -> Decided | None:
+        """Decide a node that calls functions; None for any other node."""
         decide = _HANDLERS.get(node.op) or (_not_entered if _called(node) else None)
-        return None if decide is None else lambda decisions, node: decide(self, decisions, node)
+        return None if decide is None else decide(self, decisions, node)
 
     def calls(self, node: Node) -> bool:
         """Return whether a node calls functions."""

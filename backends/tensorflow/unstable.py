@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from tensorflow.core.framework import attr_value_pb2, graph_pb2, tensor_shape_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.eager import backprop, context, execute
 from tensorflow.python.eager.polymorphic_function import atomic_function, function_context, function_type_utils
 from tensorflow.python.framework import (
@@ -376,6 +377,18 @@ def _scalar(value: Any) -> Any:
     if isinstance(value, tensor_shape_pb2.TensorShapeProto):
         return tensor_shape.TensorShape(value)
     return value.name if isinstance(value, attr_value_pb2.NameAttrList) else value
+
+
+def elements_of(dataset: Any, types: Sequence[int]) -> Any:
+    """Return the elements, each a tuple, of a dataset that is given as a tensor."""
+    specs = tuple(tensor_spec.TensorSpec(None, dtypes.as_dtype(dtype)) for dtype in types)
+    return dataset_ops._VariantDataset(dataset, specs)
+
+
+def dataset_of(elements: Sequence[Sequence[Any]]) -> Any:
+    """Return a dataset with these elements, of which there must be one, as a tensor."""
+    parts = (dataset_ops.DatasetV2.from_tensors(tuple(element)) for element in elements)
+    return functools.reduce(lambda one, other: one.concatenate(other), parts)._variant_tensor
 
 
 def flat_inputs(concrete: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:

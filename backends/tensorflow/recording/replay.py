@@ -17,9 +17,8 @@ from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, maker_name
 from polyamp.backends.tensorflow.graphs.writing import RESULT
 from polyamp.backends.tensorflow.recording.values import LOW, Body
-from polyamp.backends.tensorflow.unstable import run_operation
+from polyamp.backends.tensorflow.unstable import dataset_of, elements_of, run_operation
 from polyamp.diagnosis.spread import FIELDS, Spread, stride
-from polyamp.errors import UnsupportedError
 
 _OUTSIDE = ("Bitcast", "DecodeRaw", "EagerPyFunc", "PyFunc", "PyFuncStateless")  # their values are in 16 bits
 _RESOURCE: int = tf.resource.as_datatype_enum
@@ -81,15 +80,26 @@ class Replay:
             place = place if 0 <= place < last else last
             return self._returned(bodies[place], decided.inside[place], inputs[1:])
         if decided.node.op.endswith("Dataset"):
-            raise UnsupportedError(
-                "a loop over a dataset is many steps",
-                where=decided.node.name,
-                fix="pass the function that the loop calls, and one batch",
-            )
+            return self._iterated(bodies[0], decided, inputs)
         condition, iteration = zip(bodies, decided.inside, strict=True)
         while bool(self._returned(*condition, inputs)[0]):
             inputs = self._returned(*iteration, inputs)
         return inputs
+
+    def _iterated(self, body: Body, decided: Decided, inputs: list[Any]) -> list[Any]:
+        """Run ``for batch in dataset``, whose function takes carried values, an element and captured values."""
+        attributes = decided.node.definition.attr
+        carried, captured = (len(attributes[name].list.type) for name in ("Tstate", "Targuments"))
+        state, others = inputs[1 : 1 + carried], inputs[1 + carried :]
+        types = [dtype for _, dtype in body.decisions.graph.arguments][carried:][: -captured or None]
+        made: list[list[Any]] = []
+        for element in elements_of(inputs[0], types):
+            results = self._returned(body, decided.inside[0], [*state, *element, *others])
+            state = results[:carried]
+            made.append(results[carried:])
+        if decided.node.op == "ReduceDataset":
+            return state
+        return [dataset_of(made) if made else inputs[0]]
 
     def _returned(self, body: Body, inside: Inside, arguments: Sequence[Any]) -> list[Any]:
         values = self._values(body, arguments)

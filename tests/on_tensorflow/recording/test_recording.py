@@ -381,17 +381,6 @@ def test_a_step_without_loss_and_gradients_is_refused(step: Any, found: str) -> 
         recorded(step, X)
 
 
-def test_a_loop_over_a_dataset_is_refused() -> None:
-    def epoch(dataset: tf.data.Dataset) -> Any:
-        total = tf.constant(0.0)
-        for batch in dataset:
-            total += tf.reduce_sum(batch @ W)
-        return total
-
-    with pytest.raises(polyamp.PolyampError, match="many steps"):
-        recorded(tf.function(epoch), tf.data.Dataset.from_tensors(X))
-
-
 def test_no_function_is_refused() -> None:
     with pytest.raises(polyamp.PolyampError, match="needs a function or a graph"):
         recorded(3, X)

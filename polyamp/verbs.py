@@ -16,7 +16,7 @@ from polyamp.scale import LossScale
 if TYPE_CHECKING:
     import optax
 
-    from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer as KerasOptimizer
+    from polyamp.backends.keras.optimizer import LossScaledOptimizer as KerasOptimizer
     from polyamp.backends.tensorflow.steps.optimizer import LossScaledOptimizer as TensorFlowOptimizer
     from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer as TorchOptimizer
 

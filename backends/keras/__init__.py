@@ -1,7 +1,7 @@
 """Keras 3, on its TensorFlow, JAX and torch backends: one wrapped optimizer, and policies for built models.
 
 Importing this registers the optimizer's class, so that ``keras.saving.load_model`` finds it in ``.keras`` files, and
-makes ``compile`` guard the statistics of every model that is compiled from then on.
+makes ``fit`` guard the statistics of every model.
 
 >>> import keras, polyamp.backends.keras as amp
 >>> opt = amp.LossScaledOptimizer(keras.optimizers.Adam(1e-3))
@@ -18,11 +18,11 @@ except ModuleNotFoundError as error:
 
 from polyamp.backends.keras.adapter import adapter
 from polyamp.backends.keras.callbacks import HealthCallback
-from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
-from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
-from polyamp.backends.keras.steps.statistics import guard_compiled_models, keep_statistics
+from polyamp.backends.keras.guard import guard_training, keep_statistics
+from polyamp.backends.keras.native import cast
+from polyamp.backends.keras.optimizer import LossScaledOptimizer
 
-guard_compiled_models()
+guard_training()
 
 __all__ = ["HealthCallback", "LossScaledOptimizer", "adapter", "cast", "convert", "keep_statistics"]

@@ -1,41 +1,22 @@
 """The Keras adapter: each verb of `polyamp`, and the function that does it."""
 
-from typing import Any
-
 import keras
 
 from polyamp.adapters import AdapterTable
-from polyamp.backends.keras.backend import describe
-from polyamp.backends.keras.casting import cast
 from polyamp.backends.keras.convert import convert
+from polyamp.backends.keras.native import BACKEND, cast, describe
 from polyamp.backends.keras.operations import OPERATIONS
-from polyamp.backends.keras.steps.optimizer import (
-    load_loss_scale,
-    loss_scale_of,
-    scale_loss,
-    wrap_optimizer,
-)
-from polyamp.backends.keras.steps.statistics import guard_steps
-from polyamp.policies import Policy
-
-
-def convert_and_guard(model: Any, policy: Policy) -> Any:
-    """Convert a model; if it is compiled, its training steps restore averages when they are skipped."""
-    converted = convert(model, policy)
-    if converted.compiled:
-        guard_steps(converted)
-    return converted
-
+from polyamp.backends.keras.optimizer import load_loss_scale, loss_scale_of, scale_loss, wrap_optimizer
 
 adapter = AdapterTable(
     "keras",
     OPERATIONS,
     owns=(keras.Layer, keras.optimizers.Optimizer, keras.Variable),
-    runs_on=keras.backend.backend(),
+    runs_on=BACKEND,
     verbs={
         "describe": describe,
         "cast": cast,
-        "convert": convert_and_guard,
+        "convert": convert,
         "wrap_optimizer": wrap_optimizer,
         "scale_loss": scale_loss,
         "loss_scale_of": loss_scale_of,

@@ -11,10 +11,9 @@ from typing import Any
 
 import keras
 
-from polyamp.backends.keras.casting import CASTABLE
+from polyamp.backends.keras.guard import CONVERTED, report_unscaled
 from polyamp.backends.keras.layers import Part, can_change, children, keras_policy, matches, parts_of, set_formats, walk
-from polyamp.backends.keras.steps.mismatches import note_converted, report_unscaled
-from polyamp.backends.keras.steps.statistics import guard_anew
+from polyamp.backends.keras.native import CASTABLE
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, kind_of, warn_once
 from polyamp.formats import format_of
 from polyamp.plan import report_nothing_lowered, report_unused
@@ -31,10 +30,9 @@ def convert(model: Any, policy: Policy) -> Any:
     multiplies the values with the float32 softmax in float32; ``rules={"softmax": "lower"}`` runs both in 16 bits.
 
     Variables keep the format in which the model was built. If layers compute in float16, wrap the optimizer too, with
-    `polyamp.wrap_optimizer`. Keras' ``compile`` does so by itself only for a model whose own policy is
-    ``mixed_float16``. In other cases a warning reports an optimizer that is not wrapped: the rules keep the model
-    itself in float32, its variables have 16 bits, or it is part of a larger model. Your own ``tf.function`` or
-    ``jax.jit`` must be made again.
+    `polyamp.wrap_optimizer`: a warning reports one that does not scale the loss. Keras' ``compile`` wraps an optimizer
+    by itself only for a model whose own policy is ``mixed_float16``. Your own ``tf.function`` or ``jax.jit`` must be
+    made again.
 
     >>> import polyamp
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.LayerNormalization(),
@@ -61,9 +59,12 @@ def convert(model: Any, policy: Policy) -> Any:
     _check_storage(parts, policy)
     set_formats(parts, policy)
     for container in (layer for layer in walk(model) if isinstance(layer, keras.Model)):
-        _forget_compiled(container)
+        # `fit`, `evaluate` and `predict` trace again, since their traces have the old formats.
+        container.train_function = container.test_function = container.predict_function = None
     _report(model, parts, policy)
-    note_converted(model)
+    CONVERTED[model] = policy
+    if type(model).compile is keras.Model.compile:  # tasks of keras_hub compile themselves, and are compiled again
+        report_unscaled(model)
     return model
 
 
@@ -111,16 +112,9 @@ def _wrong_storage(part: Part, found: list[str], allowed: set[str], policy: Poli
     )
 
 
-def _forget_compiled(model: Any) -> None:
-    """Make ``fit``, ``evaluate`` and ``predict`` trace again, since their traces have the old formats."""
-    model.train_function = model.test_function = model.predict_function = None
-    guard_anew(model)
-
-
 def _report(model: Any, parts: list[Part], policy: Policy) -> None:
     leaves = [part for part in parts if not children(part.layer)]
     _report_unused(model, parts, policy)
-    report_unscaled(model, [part.layer for part in leaves], policy)
     if not format_of(policy.compute).is_low:
         return
     if not any(part.layer.compute_dtype == policy.compute for part in leaves):

@@ -19,9 +19,9 @@ from keras import ops
 
 from polyamp import adapters
 from polyamp.adapters import having
-from polyamp.backends.keras.casting import is_sixteen_bit
 from polyamp.backends.keras.layers import amended, own_policy, remaining_policy
-from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.keras.native import is_sixteen_bit
+from polyamp.backends.keras.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.unstable import all_layers, build_loss, variable_path
 from polyamp.diagnosis.lint import Facts, OptimizerState
 from polyamp.diagnosis.recording import Recording

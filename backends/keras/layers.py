@@ -28,7 +28,7 @@ import keras
 from keras import ops
 from keras.backend import standardize_dtype
 
-from polyamp.backends.keras.casting import CASTABLE
+from polyamp.backends.keras.native import BACKEND, CASTABLE
 from polyamp.backends.keras.operations import ACTIVATIONS, OPERATIONS
 from polyamp.backends.keras.unstable import autocast_variables, layers_inside
 from polyamp.errors import UnsupportedError
@@ -81,7 +81,7 @@ def is_wide_inside(layer: Any, operation: str) -> bool:
     """Return whether a layer with 16-bit inputs computes in float32 by itself, and returns 16 bits."""
     # TensorFlow's average pooling on CPUs and XLA's windows add up in the format of their data; torch's kernels use
     # float32.
-    pools = operation == "avg_pool" and keras.backend.backend() == "torch"
+    pools = operation == "avg_pool" and BACKEND == "torch"
     return pools or operation in ("sigmoid", "tanh") or casts_inside(layer)
 
 

@@ -17,9 +17,9 @@ from weakref import WeakSet
 
 import keras
 
-from polyamp.backends.keras.casting import is_sixteen_bit
 from polyamp.backends.keras.layers import children, keras_policy, operation_of
-from polyamp.backends.keras.steps.optimizer import LossScaledOptimizer, wrap_optimizer
+from polyamp.backends.keras.native import is_sixteen_bit
+from polyamp.backends.keras.optimizer import LossScaledOptimizer, wrap_optimizer
 from polyamp.backends.keras.unstable import built_on, choose_optimizers
 from polyamp.formats import format_of
 from polyamp.plan import PlannedOperation

@@ -14,7 +14,6 @@ from typing import Any
 import keras
 from keras.src.backend import AutocastScope
 
-_STEP = "_polyamp_step"  # marks a ``compile`` that was replaced
 _TORCH_PARAMETERS = "_torch_params."  # comes before a path if Keras layers are torch modules
 
 
@@ -30,11 +29,6 @@ def all_layers(layer: Any) -> list[Any]:
     return list(layer._flatten_layers(include_self=False))
 
 
-def is_part_of_a_model(model: Any) -> bool:
-    """Return whether a model was called as a layer of another functional or sequential model."""
-    return bool(model._inbound_nodes)
-
-
 def autocast_variables(format_name: str) -> AbstractContextManager[Any]:
     """Return a context in which a layer reads its floating-point variables in this format."""
     context: AbstractContextManager[Any] = AutocastScope(format_name)
@@ -48,22 +42,19 @@ def added_weights(layer: Any) -> list[Any]:
     return list({id(variable): variable for variable in found if "float" in str(variable.dtype)}.values())
 
 
-def intercept_compile(compiled: Callable[[Any], None]) -> None:
-    """Call a function with every model that is compiled from now on; once for each process."""
-    # Replaced where it is defined, not on `keras.Model`: Keras compiles a loaded model only with its own `compile`.
-    owner = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
-    original = vars(owner)["compile"]
-    if hasattr(original, _STEP):
-        return
+def before_training(prepare: Callable[[Any], None]) -> None:
+    """Call a function with every model whose function for training is made from now on, as ``fit`` does at first."""
+    # Not at `compile`: Python looks that method up before the argument that imports this adapter is evaluated.
+    owner = next(kind for kind in keras.Model.__mro__ if "make_train_function" in vars(kind))
+    original = vars(owner)["make_train_function"]
 
     @functools.wraps(original)
-    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        compiled(self)
-        return result
+    def make_train_function(self: Any, force: bool = False) -> Any:
+        if force or self.train_function is None:
+            prepare(self)
+        return original(self, force)
 
-    setattr(compile, _STEP, True)
-    owner.compile = compile
+    owner.make_train_function = make_train_function
 
 
 def choose_optimizers(chosen: Callable[[Any, Any], Any]) -> Callable[[], None]:

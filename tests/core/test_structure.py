@@ -57,9 +57,14 @@ def test_import_linter_sees_planted_imports(tree: Path) -> None:
         ("polyamp/verbs.py", "def late():\n    import jax"): "polyamp.verbs -> jax",
         ("polyamp/policies.py", "import polyamp.backends.jax"): "polyamp.policies -> polyamp.backends.jax",
         (
-            "backends/keras/casting.py",
+            "backends/keras/scaler.py",
             "import polyamp.backends.jax",
-        ): "polyamp.backends.keras.casting -> polyamp.backends.jax",
+        ): "polyamp.backends.keras.scaler -> polyamp.backends.jax",
+        (
+            "backends/keras/native.py",
+            "import polyamp.backends.jax",
+        ): "polyamp.backends.keras.native -> polyamp.backends.jax",
+        ("backends/keras/layers.py", "import tensorflow"): "polyamp.backends.keras.layers -> tensorflow",
         ("backends/torch/casting.py", "import tensorflow"): "polyamp.backends.torch.casting -> tensorflow",
         ("backends/jax/gradients.py", "import torch"): "polyamp.backends.jax.gradients -> torch",
         ("backends/tensorflow/casting.py", "import keras"): "polyamp.backends.tensorflow.casting -> keras",

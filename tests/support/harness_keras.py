@@ -12,7 +12,7 @@ from keras import ops
 from numpy.typing import NDArray
 
 import polyamp
-from polyamp.backends.keras.backend import value_of
+from polyamp.backends.keras.native import value_of
 from polyamp.testing import Arrays
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import keras
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from polyamp import LossScale
 from polyamp.backends.keras import LossScaledOptimizer
 from polyamp.diagnosis.health import health
 from polyamp.errors import InvalidTypeError
-from support.harness_keras import to_numpy
 
 CONFIG = LossScale(init=8.0, interval=2)
 
@@ -26,29 +23,6 @@ def stepped(dtype: str = "float32", values: tuple[float, ...] = (1.0, np.inf, 1.
     for value in values:
         opt.apply_gradients([(ops.array([value, 1.0], dtype), weight)])
     return opt
-
-
-def saved(opt: LossScaledOptimizer, *, counters: bool) -> dict[str, Any]:
-    """Return the optimizer part of a ``.keras`` file, as written now or before polyamp had counters."""
-    left_out = () if counters else opt.scaler.counters
-    kept = [variable for variable in opt.variables if not any(variable is one for one in left_out)]
-    return {str(place): to_numpy(variable) for place, variable in enumerate(kept)}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("counters", [True, False])
-def test_files_with_and_without_counters_are_read(dtype: str, counters: bool) -> None:
-    opt, other = stepped(dtype), stepped(dtype, ())
-    other.load_own_variables(saved(opt, counters=counters))
-    state, expected = health(other).counters, health(opt).counters
-    assert state[:5] == expected[:5]
-    assert state[5:] == (expected[5:] if counters else (0, 0, 0, 0, 0.0))
-    rest = [
-        (to_numpy(one), to_numpy(two))
-        for one, two in zip(other.variables, opt.variables, strict=True)
-        if not any(one is counter for counter in other.scaler.counters)
-    ]
-    assert all(np.array_equal(one, two) for one, two in rest)
 
 
 def test_a_file_of_another_optimizer_is_passed_over_as_keras_does() -> None:

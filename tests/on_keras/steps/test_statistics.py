@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import keras
@@ -81,6 +84,22 @@ def test_gradients_alone_may_overflow() -> None:
     model.train_on_batch(GOOD * 10, LABELS)
     assert not model.optimizer.last_step.applied
     assert statistics(model) == before
+
+
+def test_a_model_that_was_compiled_before_polyamp_was_loaded_is_served_too() -> None:
+    """In one line, Python looks ``compile`` up before it evaluates the argument that loads the adapter."""
+    program = """
+import keras, numpy as np, polyamp
+keras.config.set_dtype_policy("mixed_float16")
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization()])
+model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(0.05), "mixed_float16"), "mse")
+model.train_on_batch(np.full((16, 6), 1e9), np.zeros((16, 8)))
+assert not model.optimizer.last_step
+assert np.isfinite(np.concatenate(model.get_weights(), axis=None)).all()
+"""
+    environment = {**os.environ, "KERAS_BACKEND": ON}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_model_that_keras_set_to_16_bits_is_served_too() -> None:

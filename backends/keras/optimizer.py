@@ -8,12 +8,27 @@ from typing import Any
 import keras
 from keras import ops
 
-from polyamp.backends.keras.backend import in_strategy, places, platform_of
-from polyamp.backends.keras.casting import is_sixteen_bit
-from polyamp.backends.keras.steps.gradients import MasterWeights, all_finite, clip_factor, multiplied
-from polyamp.backends.keras.steps.scaler import LossScaler, skipped
-from polyamp.backends.keras.steps.settings import check_factor, check_masters, check_optimizer, settings_given
-from polyamp.backends.keras.steps.skipping import decision, update_if, update_scope
+from polyamp.backends.keras.native import (
+    in_all_replicas,
+    in_strategy,
+    is_sixteen_bit,
+    places,
+    platform_of,
+    summed,
+    update_if,
+    update_scope,
+)
+from polyamp.backends.keras.scaler import (
+    LossScaler,
+    all_finite,
+    clip_factor,
+    follow_model,
+    master_of,
+    multiplied,
+    round_into_model,
+    settings_of,
+    skipped,
+)
 from polyamp.backends.keras.unstable import built_on, index_in
 from polyamp.errors import (
     InvalidValueError,
@@ -22,8 +37,10 @@ from polyamp.errors import (
     check_master_weights,
     no_loss_scale,
     no_method,
+    no_optimizer,
     norm_limit,
     warn_once,
+    wrapped_already,
 )
 from polyamp.policies import Policy
 from polyamp.scale import LossScale, LossScaleState, StepResult
@@ -83,13 +100,19 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         **unused: Any,
     ) -> None:
         norm = norm_limit(max_grad_norm, where="LossScaledOptimizer(max_grad_norm=)")
-        check_optimizer(inner_optimizer, norm)
-        settings = settings_given(loss_scale, initial_scale, dynamic_growth_steps)
+        _check_optimizer(inner_optimizer, norm)
+        settings = settings_of(loss_scale, initial_scale, dynamic_growth_steps)
         factor = inner_optimizer.loss_scale_factor
         try:  # Keras removes the factor at the end, after its own checks
             super().__init__(inner_optimizer, settings.init, settings.interval, name=name, **unused)
         except ValueError as error:
-            raise _unused(unused, error) from error
+            raise InvalidValueError(
+                str(error),
+                where="LossScaledOptimizer(...)",
+                found=", ".join(f"{key}={value!r}" for key, value in unused.items()),
+                fix="pass it to the optimizer that is wrapped; a loss scale that does not change is "
+                "LossScale.fixed(...)",
+            ) from error
         if factor is not None:
             warn_once(
                 f"{type(inner_optimizer).__name__}(loss_scale_factor={factor!r}) is ignored: the optimizer that wraps "
@@ -104,11 +127,12 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Make the inner optimizer's variables and the master weights. Keras calls this before the first step."""
-        wanted = self.master_weights is not False and any(map(is_sixteen_bit, var_list))
-        if wanted:
-            check_masters(self.inner_optimizer)
-        self._masters = MasterWeights(var_list if wanted else (), self.add_variable)
-        self.inner_optimizer.build(self._masters.trained(var_list))
+        self._has_masters = self.master_weights is not False and any(map(is_sixteen_bit, var_list))
+        trained = list(var_list)
+        if self._has_masters:
+            _check_masters(self.inner_optimizer)
+            trained = [master_of(one, self.add_variable) if is_sixteen_bit(one) else one for one in var_list]
+        self.inner_optimizer.build(trained)
         super(keras.optimizers.LossScaleOptimizer, self).build(var_list)  # Keras' own would add two more scalars
 
     def __getattr__(self, name: str) -> Any:
@@ -233,17 +257,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         """Let the inner optimizer finish training, for example by using its moving averages."""
         trained = self._trained(var_list)
         self.inner_optimizer.finalize_variable_values(trained)
-        self._masters.round_into(var_list, trained)
-
-    def load_own_variables(self, store: Any) -> None:
-        """Load variables as any Keras optimizer does. Counters that the file does not have stay unchanged."""
-        counters = {id(variable) for variable in self.scaler.counters}
-        others = [variable for variable in self.variables if id(variable) not in counters]
-        if len(store.keys()) != len(others):
-            super().load_own_variables(store)
-            return
-        for place, variable in enumerate(others):
-            variable.assign(store[str(place)])
+        round_into_model(var_list, trained)
 
     @property
     def loss_scale(self) -> float:
@@ -268,7 +282,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         """Return the arguments as JSON values, Keras' and polyamp's, for `from_config` and ``.keras`` files."""
         config = super().get_config()
         settings = self.scaler.settings
-        if settings != settings_given(None, self.initial_scale, self.dynamic_growth_steps).in_float32():
+        if settings != settings_of(None, self.initial_scale, self.dynamic_growth_steps).in_float32():
             config["loss_scale"] = settings.to_dict()
         own = {"max_grad_norm": self.max_grad_norm, "master_weights": self.master_weights}
         return config | {key: value for key, value in own.items() if value is not None}
@@ -301,49 +315,44 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.scaler.settings.check or all(grad is None for grad in grads):
             self._update(prepared, variables)
             return
-        finite = self._all_finite(grads, was_finite)
-        touched = [*built_on(self), *self._masters.variables, *self.inner_optimizer.variables]
-        update_if(finite, lambda chosen: self._update(chosen, variables), prepared, touched)
+        finite = all_finite(grads)
+        if was_finite is not None:
+            finite = ops.logical_and(finite, was_finite)
+        finite = in_all_replicas(finite)
+        inner = self.inner_optimizer
+        touched = {id(one): one for one in (*built_on(self), *built_on(inner), *inner.variables)}
+        update_if(finite, lambda chosen: self._update(chosen, variables), prepared, list(touched.values()))
         self.scaler.advance(finite)
 
     def _prepared(self, grads: list[Any], variables: list[Any], is_unscaled: bool) -> list[Any]:
         """Return gradients unscaled and clipped, except those with which Keras' float8 layers pass their own scales."""
         own = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
         if is_unscaled and any(own):
-            raise _no_gradients()
+            raise UnsupportedError(
+                "float8 layers pass values in place of gradients, which must not be unscaled",
+                where="get_unscaled_gradients(grads)",
+                found="variables with overwrite_with_gradient",
+                allowed="the gradients of the scaled loss, for apply_gradients",
+                fix="do not call get_unscaled_gradients: apply_gradients unscales by itself, and max_grad_norm clips",
+            )
         scaled = [None if is_own else grad for grad, is_own in zip(grads, own, strict=True)]
         plain = scaled if is_unscaled else self.scaler.unscale(scaled)
         if self.max_grad_norm is not None:
-            plain = multiplied(plain, clip_factor(self._summed(plain), self.max_grad_norm))
+            plain = multiplied(plain, clip_factor(summed(plain), self.max_grad_norm))
         return [grad if is_own else new for grad, new, is_own in zip(grads, plain, own, strict=True)]
-
-    def _all_finite(self, grads: list[Any], was_finite: Any) -> Any:
-        finite = all_finite(grads)
-        if was_finite is not None:
-            finite = ops.logical_and(finite, was_finite)
-        if in_strategy():
-            from polyamp.backends.keras.steps.replicas import all_replicas
-
-            finite = all_replicas(finite)
-        return decision(finite)
-
-    def _summed(self, grads: list[Any]) -> list[Any]:
-        if not in_strategy():
-            return grads
-        from polyamp.backends.keras.steps.replicas import summed
-
-        return summed(grads)
 
     def _update(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         trained = self._trained(variables)
-        self._masters.follow(variables, trained)
+        follow_model(variables, trained)
         self.inner_optimizer.apply(list(grads), trained)
-        self._masters.round_into(variables, trained)
+        round_into_model(variables, trained)
 
     def _trained(self, variables: Sequence[Any]) -> list[Any]:
-        if not self._masters.variables:
+        """Return the variables that the inner optimizer trains: a master weight in place of one with 16 bits."""
+        if not self._has_masters:
             return list(variables)
-        return self._masters.trained(variables, [index_in(self, variable) for variable in variables])
+        trained = built_on(self.inner_optimizer)
+        return [trained[index_in(self, variable)] for variable in variables]
 
 
 _INSTEAD = {
@@ -356,23 +365,39 @@ _INSTEAD = {
 }
 
 
-def _unused(found: Mapping[str, Any], error: ValueError) -> InvalidValueError:
-    return InvalidValueError(
-        str(error),
-        where="LossScaledOptimizer(...)",
-        found=", ".join(f"{key}={value!r}" for key, value in found.items()),
-        fix="pass it to the optimizer that is wrapped; a loss scale that does not change is LossScale.fixed(...)",
-    )
+def _check_optimizer(inner: Any, max_grad_norm: float | None) -> None:
+    """Raise if this optimizer cannot be wrapped."""
+    kind = type(inner)
+    if isinstance(inner, keras.optimizers.LossScaleOptimizer):
+        raise wrapped_already(kind.__qualname__)
+    if not isinstance(inner, keras.optimizers.Optimizer):
+        raise no_optimizer(inner, allowed="an instance of keras.optimizers.Optimizer")
+    if max_grad_norm is not None and inner.gradient_accumulation_steps:
+        raise InvalidValueError(
+            "gradients would be clipped before they are accumulated",
+            where="wrap_optimizer(max_grad_norm=)",
+            found=f"{kind.__qualname__}(gradient_accumulation_steps={inner.gradient_accumulation_steps})",
+            allowed="max_grad_norm=None with gradient accumulation",
+            fix=f"let the optimizer clip what it accumulated: {kind.__qualname__}(global_clipnorm={max_grad_norm})",
+        )
 
 
-def _no_gradients() -> UnsupportedError:
-    return UnsupportedError(
-        "float8 layers pass values in place of gradients, which must not be unscaled",
-        where="get_unscaled_gradients(grads)",
-        found="variables with overwrite_with_gradient",
-        allowed="the gradients of the scaled loss, for apply_gradients",
-        fix="do not call get_unscaled_gradients: apply_gradients unscales by itself, and max_grad_norm clips",
-    )
+def _check_masters(inner: Any) -> None:
+    """Raise if float32 master weights cannot be trained in place of 16-bit variables."""
+    if inner.built:
+        raise UsageError(
+            "the optimizer is built on 16-bit variables already",
+            where=f"wrap_optimizer({type(inner).__name__})",
+            fix="wrap it before its first step, so that it trains float32 master weights",
+        )
+    if in_strategy():
+        raise UnsupportedError(
+            "master weights do not work with replicas",
+            where="a tf.distribute strategy",
+            found="16-bit variables",
+            allowed="float32 variables",
+            fix='build the model under "mixed_float16" or "mixed_bfloat16", which store float32',
+        )
 
 
 def wrap_optimizer(
@@ -384,7 +409,15 @@ def wrap_optimizer(
     master_weights: bool | None = None,
 ) -> LossScaledOptimizer:
     """Return a wrapped optimizer; see `polyamp.backends.keras.LossScaledOptimizer`."""
-    check_factor(optimizer)
+    factor = getattr(optimizer, "loss_scale_factor", None)
+    if factor is not None:
+        raise InvalidValueError(
+            "two loss scales",
+            where="wrap_optimizer(optimizer)",
+            found=f"{type(optimizer).__qualname__}(loss_scale_factor={factor!r})",
+            allowed="loss_scale_factor=None",
+            fix="remove it, and pass wrap_optimizer(loss_scale=LossScale.fixed(...))",
+        )
     wrapped = LossScaledOptimizer(optimizer, loss_scale, max_grad_norm=max_grad_norm, master_weights=master_weights)
     wrapped.scaler.compute = policy.compute
     return wrapped

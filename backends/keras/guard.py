@@ -1,0 +1,189 @@
+"""What every training step of a compiled model gets: averages that a skipped step does not change, and a check.
+
+In a step that overflows, the batch's statistics may be inf or NaN. An average that includes them never recovers: the
+model trains on, but ``evaluate`` returns NaN. Layers update their averages in the forward pass, before the gradients
+are known. So the averages are copied before the step and restored after it.
+
+For example, when ``fit`` makes the function that it trains with, ``train_step`` is replaced by one that copies
+``moving_mean``, runs the original step, and writes the copy back if the optimizer's count of skipped steps has grown.
+
+Then too the model and its optimizer are compared. Two mistakes lose accuracy or speed without an error: layers compute
+in float16 and the optimizer does not scale the loss, so gradients underflow; or the optimizer was wrapped for another
+format than that of the layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import keras
+from keras import ops
+
+from polyamp.backends.keras.layers import own_policy, walk
+from polyamp.backends.keras.native import BACKEND, autocasts, value_of
+from polyamp.backends.keras.optimizer import LossScaledOptimizer
+from polyamp.backends.keras.scaler import skipped
+from polyamp.backends.keras.unstable import added_weights, before_training
+from polyamp.errors import LossScaleError, NonFiniteLossError, warn_once
+from polyamp.formats import format_of
+from polyamp.policies import Policy, report_missing_scale
+from polyamp.policies import policy as make_policy
+
+_PLAIN = "_polyamp_plain"  # the attribute of a guarded step that is the step without its guard
+
+CONVERTED: WeakKeyDictionary[Any, Policy] = WeakKeyDictionary()
+"""The models that were converted, and to what: then a model may train in float32, or unscaled, on purpose."""
+
+
+def keep_statistics(model: Any, *optimizers: LossScaledOptimizer) -> AbstractContextManager[None]:
+    """Restore a model's statistics, bit for bit, if a step inside is skipped; for your own training loops.
+
+    ``fit`` and ``train_on_batch`` do this themselves. On Keras' JAX backend, pure functions select the values with
+    `LossScaledOptimizer.stateless_select` instead.
+
+    >>> import numpy as np
+    >>> from polyamp import wrap_optimizer
+    >>> norm = keras.layers.BatchNormalization()
+    >>> model = keras.Sequential([keras.Input((2,)), norm])
+    >>> opt = wrap_optimizer(keras.optimizers.SGD(0.1), "mixed_float16")
+    >>> opt.build(model.trainable_variables)
+    >>> with keep_statistics(model, opt):
+    ...     _ = model(np.full((4, 2), np.inf, "float32"), training=True)
+    ...     opt.apply([ops.full((2,), np.inf), ops.zeros((2,))])
+    >>> float(ops.max(norm.moving_mean)), float(ops.min(norm.moving_mean))
+    (0.0, 0.0)
+
+    Args:
+        model: a layer or a model.
+        *optimizers: the wrapped ones that step inside; if there are none, those of the model.
+    """
+    return _Kept(model, optimizers or _optimizers_of(model))
+
+
+class _Kept(AbstractContextManager[None]):
+    """Copies of a model's statistics, restored at the end of the block if a step inside was skipped or refused."""
+
+    def __init__(self, model: Any, optimizers: Sequence[LossScaledOptimizer]) -> None:
+        checking = [one for one in optimizers if one.scaler.settings.check]
+        self._counts = [one.scaler.variables.skipped for one in checking]
+        self._variables = added_weights(model) if checking else []
+
+    def __enter__(self) -> None:
+        self._before = [ops.copy(value_of(one)) for one in (*self._counts, *self._variables)]
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        is_refused = isinstance(error, LossScaleError | NonFiniteLossError)
+        if not self._variables or (error is not None and not is_refused):
+            return
+        counts, values = self._before[: len(self._counts)], self._before[len(self._counts) :]
+        was_skipped = ops.array(True) if is_refused else skipped(counts, list(map(value_of, self._counts)))
+        for variable, old in zip(self._variables, values, strict=True):
+            variable.assign(ops.where(was_skipped, old, value_of(variable)))
+
+
+def guard_training() -> None:
+    """Guard the steps of every model that starts to train from now on."""
+    before_training(_guard)
+
+
+def _guard(model: Any) -> None:
+    step = getattr(model.train_step, _PLAIN, model.train_step)
+    if type(step).__module__.startswith("polyamp.backends."):  # a rewritten step, which does both itself
+        return
+    optimizers = _optimizers_of(model)
+    report_unscaled(model)
+    _report_mismatch(model, optimizers)
+    if optimizers:
+        model.train_step = _guarded(model, step)
+
+
+def _guarded(model: Any, step: Any) -> Any:
+    """Return a new function, since ``jax.jit`` caches by the function. AutoGraph converts the user's step in it."""
+    if BACKEND == "jax":
+
+        @functools.wraps(step)
+        def train_step(state: Any, *args: Any, **kwargs: Any) -> Any:
+            logs, after = step(state, *args, **kwargs)
+            return logs, _kept_state(model, state, after)
+
+    else:
+
+        @functools.wraps(step)
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            with _Kept(model, _optimizers_of(model)):
+                return step(*args, **kwargs)
+
+    setattr(train_step, _PLAIN, step)
+    return train_step
+
+
+class _State(NamedTuple):
+    """The argument and result of a training step of Keras on JAX."""
+
+    trainable: Sequence[Any]
+    non_trainable: Sequence[Any]
+    optimizer: Sequence[Any]
+    metrics: Sequence[Any]
+
+
+def _kept_state(model: Any, before: Any, after: Any) -> Any:
+    optimizer = model.optimizer
+    if optimizer not in _optimizers_of(model) or not optimizer.scaler.settings.check:
+        return after
+    old, new = _State(*before), _State(*after)
+    kept = {id(variable) for variable in added_weights(model)}
+    places = [place for place, one in enumerate(model.non_trainable_variables) if id(one) in kept]
+    moved = [place for place in places if new.non_trainable[place] is not old.non_trainable[place]]
+    chosen = optimizer.stateless_select(
+        old.optimizer,
+        new.optimizer,
+        [new.non_trainable[place] for place in moved],
+        [old.non_trainable[place] for place in moved],
+    )
+    values = list(new.non_trainable)
+    for place, value in zip(moved, chosen, strict=True):
+        values[place] = value
+    return tuple(new._replace(non_trainable=values))
+
+
+def _optimizers_of(model: Any) -> list[LossScaledOptimizer]:
+    """Return the wrapped optimizers that are attributes of a model, under any name."""
+    found = (value for value in vars(model).values() if isinstance(value, LossScaledOptimizer))
+    return list({id(one): one for one in found}.values())
+
+
+def report_unscaled(model: Any) -> None:
+    """Warn if converted layers compute in float16 and the model's optimizer does not scale the loss."""
+    # Keras' ``compile`` wraps an optimizer by itself only if the model's own policy is ``mixed_float16``.
+    optimizer = getattr(model, "optimizer", None)  # missing until the model is compiled
+    if optimizer is None or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return
+    layers = list(walk(model))
+    policies = [CONVERTED[layer] for layer in layers if layer in CONVERTED]
+    is_meant = any(policy.compute == "float16" and not policy.loss_scale.scales for policy in policies)
+    if policies and not is_meant and any(layer.compute_dtype == "float16" for layer in layers):
+        warn_once(
+            f"{model.name!r} is compiled with {type(optimizer).__name__}, which does not scale the loss: "
+            "gradients in float16 underflow. Compile it with polyamp.wrap_optimizer(optimizer, policy)."
+        )
+
+
+def _report_mismatch(model: Any, optimizers: Sequence[LossScaledOptimizer]) -> None:
+    """Warn once if optimizers were wrapped for another format than that in which the model's layers compute."""
+    own = own_policy(model)
+    if own is not None:
+        for one in optimizers:
+            report_missing_scale(one.scaler.settings, one.scaler.compute, make_policy(own), stacklevel=3)
+        return
+    wanted = {one.scaler.compute for one in optimizers if one.scaler.compute is not None}
+    low = next((name for name in sorted(wanted) if format_of(name).is_low), None)
+    if low is not None and model not in CONVERTED and not autocasts():
+        warn_once(
+            f"{model.name!r} trains in float32: its optimizer was wrapped under a policy that computes in {low}, but "
+            "its layers compute in float32. Call polyamp.convert(model, policy), or give the model a rewritten step: "
+            "model.train_step = polyamp.rewrite(model.train_step, policy=policy)."
+        )

@@ -1,0 +1,172 @@
+"""The framework that Keras runs on, TensorFlow, JAX or torch: only this file imports it, and its adapter.
+
+A step of Keras is the same on all three, except for what is here: where a value is, what is being traced, what an
+update is called in a graph, and how a step is skipped. On TensorFlow, also by all replicas of a strategy together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import keras
+from keras import ops
+from keras.backend import standardize_dtype
+
+from polyamp.adapters import Adapter, adapter_named
+from polyamp.backends.keras.unstable import jax_trace
+from polyamp.errors import UnsupportedError
+
+BACKEND: str = keras.backend.backend()
+SIXTEEN_BIT = ("float16", "bfloat16")
+CASTABLE = ("float32", *SIXTEEN_BIT)
+"""The formats between which polyamp casts; data in other formats, such as float64, stay as they are."""
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+    from polyamp.backends.tensorflow.autocast.context import is_lowering
+    from polyamp.backends.tensorflow.steps import skipping
+elif BACKEND == "jax":
+    import jax
+else:
+    import torch
+
+
+def framework() -> Adapter:
+    """Return the adapter of the framework."""
+    return adapter_named(BACKEND)
+
+
+def describe() -> dict[str, Any]:
+    """Return version and backend; the backend's own adapter describes the devices."""
+    return {
+        "version": keras.__version__,
+        "title": f"keras on {BACKEND}",
+        "backend": BACKEND,
+        "devices": [],
+        "notes": [f"runs on {BACKEND}, which has the devices; KERAS_BACKEND chooses another"],
+    }
+
+
+def cast(tree: Any, format_name: str) -> Any:
+    """Return ``tree`` with its floating-point variables and tensors in a format; variables become tensors.
+
+    >>> done = cast({"w": keras.Variable([1.0, 2.0]), "steps": ops.array(3), "name": "a"}, "float16")
+    >>> standardize_dtype(done["w"].dtype), standardize_dtype(done["steps"].dtype), done["name"]
+    ('float16', 'int32', 'a')
+
+    Args:
+        tree: Keras variables, and what the adapter of Keras' backend casts, in nested containers.
+        format_name: a format of `polyamp.formats.FORMATS`.
+
+    Raises:
+        InvalidValueError: the format is unknown.
+        UnsupportedError: the tree contains layers, whose variables keep their dtypes.
+    """
+
+    def tensor_of(leaf: Any) -> Any:
+        if isinstance(leaf, keras.Layer):
+            raise UnsupportedError(
+                "a built Keras layer keeps the dtypes of its variables",
+                where="policy.cast_to_...(tree)",
+                found=f"the layer {leaf.name!r}",
+                allowed="Keras variables and tensors",
+                fix="polyamp.convert(model, policy) sets the format that a model computes in",
+            )
+        return value_of(leaf) if isinstance(leaf, keras.Variable) else leaf
+
+    return framework().cast(keras.tree.map_structure(tensor_of, tree), format_name)
+
+
+def is_sixteen_bit(value: Any) -> bool:
+    """Return whether a tensor or variable is stored in a 16-bit floating-point format."""
+    return standardize_dtype(value.dtype) in SIXTEEN_BIT
+
+
+def widened(value: Any) -> Any:
+    """Return a tensor in float32 if it has 16 bits."""
+    return ops.cast(value, "float32") if is_sixteen_bit(value) else value
+
+
+def value_of(variable: Any) -> Any:
+    """Return the tensor that a Keras variable, or a native one, holds now."""
+    native = variable.value if isinstance(variable, keras.Variable) else variable
+    if BACKEND == "tensorflow":  # its variables count as tensors, and are read only when used
+        return tf.convert_to_tensor(native)
+    return ops.convert_to_tensor(native)
+
+
+def platform_of(value: Any) -> str | None:
+    """Return where a tensor is (``"cpu"``, ``"gpu"``, ...); None inside traced functions, where it has no value yet."""
+    tensor = value_of(value)
+    if BACKEND == "tensorflow":
+        if tf.is_symbolic_tensor(tensor):
+            return None
+        return str(tf.DeviceSpec.from_string(tensor.device).device_type).lower()
+    if BACKEND == "jax":
+        return None if isinstance(tensor, jax.core.Tracer) else str(next(iter(tensor.devices())).platform)
+    return None if tensor.device.type == "meta" else str(tensor.device.type)
+
+
+def places(tensors: Sequence[Any]) -> list[Any]:
+    """Return what is being traced around these tensors, innermost first. In eager code, the replica, if any."""
+    if BACKEND == "tensorflow":
+        return skipping.places()
+    if BACKEND == "jax":
+        return [jax_trace(tensor) for tensor in tensors if isinstance(tensor, jax.core.Tracer)][:1]
+    return []
+
+
+def autocasts() -> bool:
+    """Return whether an ambient autocast of the framework is active here."""
+    if BACKEND == "tensorflow":
+        return is_lowering()
+    return BACKEND == "torch" and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
+
+
+def in_strategy() -> bool:
+    """Return whether a ``tf.distribute`` strategy runs this code, in one replica or in several."""
+    return BACKEND == "tensorflow" and bool(tf.distribute.has_strategy())
+
+
+def in_all_replicas(finite: Any) -> Any:
+    """Return whether ``finite`` is true in every replica. In a graph, its name tells a rewriter what it is."""
+    return skipping.decision(skipping.all_replicas(finite)) if BACKEND == "tensorflow" else finite
+
+
+def summed(grads: Sequence[Any]) -> list[Any]:
+    """Return gradients, each summed over the replicas."""
+    return skipping.summed(grads) if BACKEND == "tensorflow" else list(grads)
+
+
+def update_scope() -> AbstractContextManager[Any]:
+    """Return a context whose operations are named as part of the update, if a TensorFlow graph is being built."""
+    return skipping.update_scope() if BACKEND == "tensorflow" else nullcontext()
+
+
+def update_if(finite: Any, update: Callable[[Sequence[Any]], None], grads: Sequence[Any], variables: list[Any]) -> None:
+    """Run ``update(grads)``, which assigns only to ``variables``, if ``finite``; else change no bit."""
+    # The conditional runs on the device in TensorFlow graphs and in JAX programs, and on the host otherwise.
+    if BACKEND == "tensorflow":
+        skipping.update_if(finite, update, grads)
+    elif platform_of(finite) is None:
+        _update_functionally(finite, update, grads, variables)
+    elif finite:
+        update(grads)
+
+
+def _update_functionally(
+    finite: Any, update: Callable[[Sequence[Any]], None], grads: Sequence[Any], variables: list[Any]
+) -> None:
+    """Return the new values from the branches and assign them outside: JAX's conditionals have no side effects."""
+    before = [variable.value for variable in variables]
+
+    def updated() -> list[Any]:
+        with keras.StatelessScope(state_mapping=zip(variables, before, strict=True)) as scope:
+            update(grads)
+        return [scope.get_current_value(variable) for variable in variables]
+
+    for variable, value in zip(variables, ops.cond(finite, updated, lambda: before), strict=True):
+        variable.assign(value)

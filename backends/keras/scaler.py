@@ -1,0 +1,231 @@
+"""The parts of a wrapped Keras optimizer: the loss scale in variables, gradients, and the float32 masters they train.
+
+In 16 bits, an update that is small compared to its weight is lost in rounding; in float32 it accumulates (Micikevicius
+et al., "Mixed Precision Training", ICLR 2018, section 3.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+from keras import ops
+from keras.backend import standardize_dtype
+
+from polyamp.backends.keras.native import platform_of, value_of, widened
+from polyamp.backends.keras.unstable import layout_of
+from polyamp.errors import NONFINITE_LOSS, InvalidValueError, no_loss
+from polyamp.policies import report_missing_scale
+from polyamp.scale import LossScale, LossScaleState, advance, on_host, report_limits, report_nonfinite_loss
+
+_UNKNOWN = LossScaleState(*[None] * len(LossScaleState._fields))
+_NAMES = (  # the first two are Keras' names, for the variables that its LossScaleOptimizer has too
+    "dynamic_scale",
+    "step_counter",
+    *LossScaleState._fields[2:],
+)
+
+
+class LossScaler:
+    """The state of a `LossScale` in variables, and its application to tensors."""
+
+    def __init__(self, settings: LossScale, add_variable: Callable[..., Any]) -> None:
+        self.settings = settings.in_float32()
+        self.compute: str | None = None
+        self.has_bad_loss = False
+
+        def add(name: str, value: float) -> Any:
+            # Keras' "int" has 32 bits on JAX and 64 elsewhere: TensorFlow keeps 32-bit integers in host memory, where
+            # programs that XLA compiled for a GPU cannot reach them.
+            dtype = "float32" if isinstance(value, float) else "int"
+            initializer = keras.initializers.Constant(value)
+            # Aggregation would merge the replicas' values; they compute the same ones and do not need it.
+            return add_variable((), initializer, dtype, aggregation="none", name=name)
+
+        self.variables = LossScaleState(*map(add, _NAMES, self.settings.initial_state()))
+
+    @property
+    def state(self) -> LossScaleState:
+        """The scalars as tensors; inside traced functions, those of the trace."""
+        return LossScaleState(*map(value_of, self.variables))
+
+    @property
+    def host_state(self) -> LossScaleState:
+        """The scalars as Python numbers. Waits for the device."""
+        return on_host(self.state)
+
+    def scale(self, loss: Any) -> Any:
+        """Return a loss in float32 (float64 stays) times the loss scale."""
+        # A loss that is inf or NaN is multiplied by inf, so that its gradients are not finite and the step is skipped.
+        report_missing_scale(self.settings, self.compute, stacklevel=4)
+        if not self.settings.check:
+            return loss
+        tensor = _floating(loss)
+        finite = ops.all(ops.abs(tensor) < float("inf"))  # false for NaN; in a graph, `isfinite` marks the update
+        self.has_bad_loss = False
+        if platform_of(tensor) == "cpu" and not finite:
+            self.has_bad_loss = True
+            shown = ops.convert_to_numpy(ops.cast(tensor, "float32"))
+            report_nonfinite_loss(self.settings, compute=self.compute, found=shown, stacklevel=4)
+        wide = widened(tensor)
+        scale = value_of(self.variables.scale)
+        return wide * ops.cast(ops.where(finite, scale, ops.full_like(scale, float("inf"))), wide.dtype)
+
+    def why(self) -> str:
+        """Return the reason why a step was skipped, if it is known; else an empty string."""
+        return NONFINITE_LOSS if self.has_bad_loss else ""
+
+    def unscale(self, grads: Sequence[Any]) -> list[Any]:
+        """Return gradients divided by the loss scale, in float32 or wider."""
+        if not self.settings.check:
+            return list(grads)
+        scale = value_of(self.variables.scale)
+        if self.settings.max <= 2.0**126:
+            return multiplied(grads, 1.0 / scale)
+        # The inverse can be a subnormal number, which XLA and TensorFlow flush to zero.
+        first = ops.where(scale > 1.0, ops.full_like(scale, 0.25), ops.ones_like(scale))
+        return multiplied(multiplied(grads, first), 1.0 / (scale * first))
+
+    def advance(self, finite: Any) -> None:
+        """Advance the state after a step. On the CPU, outside traced functions, also report the limits."""
+        if platform_of(finite) != "cpu":
+            self._assign(advance(self.settings, self.state, finite, _where))
+            return
+        before = self.host_state  # Python's arithmetic takes a hundredth of the time of eager operations
+        state = advance(self.settings, before, bool(finite))
+        self._assign(state, before)
+        report_limits(self.settings, state)
+
+    def report(self) -> LossScaleState:
+        """Report if the scale cannot help any more; return the state as Python numbers. Waits for the device."""
+        state = self.host_state
+        report_limits(self.settings, state)
+        return state
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Continue from the result of `LossScale.to_state_dict`, which documents the errors."""
+        self._assign(self.settings.from_state_dict(saved))
+
+    def _assign(self, state: LossScaleState, known: LossScaleState = _UNKNOWN) -> None:
+        """Assign the values that differ from the known ones."""
+        for variable, value, old in zip(self.variables, state, known, strict=True):
+            if value != old:
+                variable.assign(value)
+
+
+def skipped(before: Sequence[Any], after: Sequence[Any]) -> Any:
+    """Return whether any of several counts of skipped steps has grown; scalar bool."""
+    return ops.any(ops.stack([new > old for old, new in zip(before, after, strict=True)]))
+
+
+def _where(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """Select values; a Python number gets the type of the other one, whatever ``keras.config.floatx()`` is."""
+    typed = next((value for value in (if_true, if_false) if ops.is_tensor(value)), None)
+    dtype = "int" if typed is None else typed.dtype
+    return ops.where(condition, ops.cast(if_true, dtype), ops.cast(if_false, dtype))
+
+
+def _floating(loss: Any) -> Any:
+    shown = type(loss).__name__
+    if ops.is_tensor(loss) or isinstance(loss, float):
+        tensor = ops.convert_to_tensor(loss)
+        if "float" in standardize_dtype(tensor.dtype):
+            return tensor
+        shown = f"a tensor of {standardize_dtype(tensor.dtype)}"
+    raise no_loss(shown, allowed="a floating-point tensor of Keras' backend")
+
+
+def map_values(function: Callable[[Any], Any], grad: Any) -> Any:
+    """Apply ``function`` to a gradient's values: all of a dense one, the stored rows of a sparse one; None stays None.
+
+    >>> map_values(lambda values: values * 2, ops.ones(2)).shape == (2,)
+    True
+    """
+    if grad is None:
+        return None
+    if type(grad).__name__ == "IndexedSlices":  # by name, since TensorFlow may not be installed
+        return type(grad)(function(grad.values), grad.indices, grad.dense_shape)
+    return function(grad)
+
+
+def all_finite(grads: Sequence[Any]) -> Any:
+    """Return whether all gradients are finite; scalar bool."""
+    return ops.all(ops.stack([ops.all(ops.isfinite(values)) for values in _values(grads)]))
+
+
+def clip_factor(grads: Sequence[Any], limit: float) -> Any:
+    """Return the factor that limits the gradients' global L2 norm to ``limit``; float32 scalar, at most 1."""
+    squares = [ops.sum(ops.square(ops.cast(values, "float32"))) for values in _values(grads)]
+    norm = ops.sqrt(ops.sum(ops.stack(squares)))
+    return limit / ops.maximum(norm, limit)
+
+
+def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
+    """Return every gradient in float32 or wider, times a scalar."""
+
+    def multiply(values: Any) -> Any:
+        wide = widened(values)
+        return wide * ops.cast(factor, wide.dtype)
+
+    return [map_values(multiply, grad) for grad in grads]
+
+
+def _values(grads: Sequence[Any]) -> list[Any]:
+    found: list[Any] = []
+    for grad in grads:
+        map_values(found.append, grad)
+    return found
+
+
+def master_of(variable: Any, add_variable: Callable[..., Any]) -> Any:
+    """Return a new float32 variable with the value, the layout and the constraint of one with 16 bits."""
+    master = add_variable(
+        shape=variable.shape,
+        dtype="float32",
+        initializer=lambda shape, dtype: ops.cast(value_of(variable), dtype),
+        layout=layout_of(variable),
+        name=f"{variable.name.replace(':', '_')}_master",
+    )
+    master.constraint = getattr(variable, "constraint", None)
+    return master
+
+
+def follow_model(variables: Sequence[Any], trained: Sequence[Any]) -> None:
+    """Copy a value assigned to a model's variable since the last rounding into its master weight."""
+    for variable, master in _pairs(variables, trained):
+        value, exact = value_of(variable), value_of(master)
+        master.assign(ops.where(ops.cast(exact, value.dtype) == value, exact, ops.cast(value, "float32")))
+
+
+def round_into_model(variables: Sequence[Any], trained: Sequence[Any]) -> None:
+    """Round the master weights into the model's variables."""
+    for variable, master in _pairs(variables, trained):
+        variable.assign(ops.cast(value_of(master), variable.dtype))
+
+
+def _pairs(variables: Sequence[Any], trained: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return [(one, other) for one, other in zip(variables, trained, strict=True) if one is not other]
+
+
+def settings_of(given: LossScale | float | None, initial_scale: float | None, growth_steps: int | None) -> LossScale:
+    """Return the settings; each can be given in polyamp's way or as in `keras.optimizers.LossScaleOptimizer`."""
+    init, interval = (given.init, given.interval) if isinstance(given, LossScale) else (given, None)
+    named = (("initial_scale", initial_scale, init), ("dynamic_growth_steps", growth_steps, interval))
+    for name, found, other in named:
+        if None not in (found, other) and found != other:
+            raise InvalidValueError(
+                "two loss scales",
+                where=f"LossScaledOptimizer(loss_scale=, {name}=)",
+                found=f"{name}={found!r} together with {given!r}",
+                allowed="one of the two, or the same value in both",
+                fix=f"remove {name}: LossScale(init=, interval=) sets it",
+            )
+    if isinstance(given, LossScale):
+        return given
+    default = LossScale()
+    init = next(one for one in (given, initial_scale, default.init) if one is not None)
+    is_scale = isinstance(init, int | float) and 0 < init < float("inf")
+    nearest = init if is_scale else default.init  # LossScale refuses values that are not scales
+    interval = default.interval if growth_steps is None else growth_steps
+    return LossScale(init=init, interval=interval, min=min(default.min, nearest), max=max(default.max, nearest))

@@ -54,7 +54,6 @@ class Session:
         self.operations: list[PlannedOperation] = []  # what ran in which format
         self.looked_at = ""  # where the operations are from
         self.own_loops: Any = None  # scales gradients that the script takes itself; of TensorFlow, for Keras
-        self.own_loops: Any = None  # scales gradients that the script takes itself; of TensorFlow, for Keras
         self.has_low = False  # whether something ran in 16 bits that is not among the operations
         self.refusal: UsageError | None = None  # stays here if the script catches it
         self.folder = ""  # of an installed package that was started as a script

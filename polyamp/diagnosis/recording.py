@@ -28,7 +28,6 @@ class Observation(NamedTuple):
     # canonical name (`polyamp.operations`) of the operation that computed it, else the framework's name; for a
     # parameter gradient, the parameter's name
     name: str
-    native: str  # the framework's name of that operation
     # scope or module path, joined by ``/``; empty if unknown. A gradient has the path of its forward operation
     where: str
     op_class: str  # class of the operation under the policy, as in a plan
@@ -70,9 +69,6 @@ class Recording:
     policy: str  # the policy's text
     loss: float | None  # the unscaled loss; None if the step does not show one
     scale: float  # the factor of the loss when it was differentiated
-    # whether 16-bit values were computed in float32, so that nothing overflowed or was lost; else the policy's formats
-    # were used
-    widened: bool
     # in the order of computation: the forward pass, then the backward pass. Gradients are as computed, times ``scale``
     observations: tuple[Observation, ...]
     # whether the step itself computed the gradients and chose the scale; else the recorder did

@@ -15,7 +15,6 @@ from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 
 Step = TypeVar("Step", bound=Callable[..., Any])
-Result = TypeVar("Result")
 
 
 def watch(
@@ -63,40 +62,25 @@ def watch(
     check_count("after", after, where="watch(after=)")
     chosen = None if policy is None else make_policy(policy)
     explain = Explainer(functools.partial(diagnose, step, policy=chosen, **options), on_verdict)
-    calls, place = itertools.count(1), _Place(holder)
+    calls = itertools.count(1)
+    returned: Any = None
+    is_value = holder is None or hasattr(adapters.adapter_within(holder), "holds_loss_scale")
 
     @functools.wraps(step)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        where = place.of((args, kwargs))
+        nonlocal returned
+        call = (args, kwargs)
         if next(calls) % after == 0:
-            found = _look(where)
+            places = (call, returned, holder)
+            found = _look(next(filter(_holds_scale, places), call) if is_value else holder)
             if found.skipped_in_a_row >= after:
                 explain(found, *args, **kwargs)
-        return place.after(step(*args, **kwargs))
+        is_returned = is_value and not _holds_scale(call)
+        result = step(*args, **kwargs)
+        returned = result if is_returned else None  # kept only if the arguments hold no loss scale
+        return result
 
     return watched  # type: ignore[return-value]
-
-
-class _Place:
-    """The place of the loss scale: a mutable optimizer or scaler, or a state among the step's arguments and results."""
-
-    def __init__(self, holder: Any) -> None:
-        self._holder = holder
-        self._goes_around = holder is None or hasattr(adapters.adapter_within(holder), "holds_loss_scale")
-        self._keeps = False
-        self._returned: Any = None
-
-    def of(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """Return the object that holds the loss scale at a call, or the call itself if none does. Never waits."""
-        if not self._goes_around:
-            return self._holder
-        self._keeps = not _holds_scale(call)
-        return next(filter(_holds_scale, (call, self._returned, self._holder)), call)
-
-    def after(self, result: Result) -> Result:
-        """Return the step's result, and keep it if the arguments hold no loss scale."""
-        self._returned = result if self._keeps else None
-        return result
 
 
 def _holds_scale(found: Any) -> bool:

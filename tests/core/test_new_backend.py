@@ -77,7 +77,7 @@ WRONG_VERBS = {
     "fsdp_policy": "lambda self, policy, *, reduce, output, cast_forward_inputs: policy",
     "is_lowering": "lambda self: True",
     "record": "lambda self, step, args, kwargs, policy, *, widened, scale=None: "
-    "Recording('numpy', str(policy), None, scale, widened, ())",
+    "Recording('numpy', str(policy), None, scale, ())",
     "facts": "lambda self, target, args, kwargs, policy, optimizer: Facts('numpy', policy)",
 }
 

@@ -24,7 +24,7 @@ SCALE = 2.0**16
 
 
 def verdict(real: list[Observation], wide: list[Observation]) -> Verdict:
-    true, float32 = recording(*real, scale=SCALE, widened=False), recording(*wide)
+    true, float32 = recording(*real, scale=SCALE), recording(*wide)
     return Verdict(true, float32, Probe(float32, "float16"))
 
 

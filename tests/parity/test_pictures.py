@@ -26,7 +26,7 @@ RNG = np.random.default_rng(0)
 
 def tensor(kind: Kind, name: str, power: float, fmt: str = "float16") -> Observation:
     values = 2.0**power * np.exp(RNG.normal(0, 2, 500))
-    return Observation(kind, name, name, "block" if kind != PARAMETER else "", "lower", fmt, (500,), Spread.of(values))
+    return Observation(kind, name, "block" if kind != PARAMETER else "", "lower", fmt, (500,), Spread.of(values))
 
 
 OBSERVATIONS = (
@@ -36,9 +36,9 @@ OBSERVATIONS = (
     tensor(GRADIENT, "matmul", -20),
     tensor(PARAMETER, "weight", -16),
 )
-PROBE = Probe(Recording("torch", "mixed_float16", 1.0, 1.0, True, OBSERVATIONS), "float16")
-NOTHING = Probe(Recording("jax", "mixed_float16", None, 1.0, True, ()), "float16")
-MANY = Probe(Recording("jax", "mixed_bfloat16", 1.0, 1.0, True, OBSERVATIONS * 60), "bfloat16")
+PROBE = Probe(Recording("torch", "mixed_float16", 1.0, 1.0, OBSERVATIONS), "float16")
+NOTHING = Probe(Recording("jax", "mixed_float16", None, 1.0, ()), "float16")
+MANY = Probe(Recording("jax", "mixed_bfloat16", 1.0, 1.0, OBSERVATIONS * 60), "bfloat16")
 
 
 @pytest.fixture

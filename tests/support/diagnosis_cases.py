@@ -10,8 +10,8 @@ def observation(
     kind: Kind, where: str, *values: float, name: str = "matmul", format_name: str = "float16"
 ) -> Observation:
     op_class = "lower" if format_name == "float16" else "full"
-    return Observation(kind, name, name, where, op_class, format_name, (len(values),), Spread.of(values))
+    return Observation(kind, name, where, op_class, format_name, (len(values),), Spread.of(values))
 
 
-def recording(*observations: Observation, scale: float = 1.0, widened: bool = True) -> Recording:
-    return Recording("torch", "mixed_float16", 0.5, scale, widened, observations)
+def recording(*observations: Observation, scale: float = 1.0) -> Recording:
+    return Recording("torch", "mixed_float16", 0.5, scale, observations)

@@ -44,7 +44,7 @@ def record(
     samples, loss = jax.device_get(run.samples(arrays, unstable.opened(traced.closed)[1]))
     own_loss = None if loss is None else float(loss)
     observations = _observations(run.records, samples)
-    return Recording("jax", str(policy), own_loss, own_scale, widened, observations, traced.differentiates)
+    return Recording("jax", str(policy), own_loss, own_scale, observations, traced.differentiates)
 
 
 class _Program:

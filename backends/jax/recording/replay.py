@@ -114,7 +114,7 @@ class Replay:
     def _operation(self, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]) -> list[Evaluated]:
         arrays = [value.array for value in values]
         results = bound_widened(equation, arrays) if self.widened else unstable.bound(equation, arrays)
-        name, native = canonical(equation.primitive.name, equation.params), equation.primitive.name
+        name = canonical(equation.primitive.name, equation.params)
         about = Evaluated(None, place.backward, any(value.scaled for value in values))
         if not _computes(name):
             source = next((value for value in values if value.origin), _NOT_NEEDED)
@@ -122,7 +122,7 @@ class Replay:
             return [self._rounded(source, moved[0], equation, place)] if name == "cast" else moved
         path = "/".join(filter(None, (place.path, unstable.library_function(equation))))
         op_class = decide(self.policy.rules, name, path).op_class
-        origins = [Origin(name, native, path, op_class, _format(variable)) for variable in equation.outvars]
+        origins = [Origin(name, path, op_class, _format(variable)) for variable in equation.outvars]
         values = [about._replace(array=array, origin=own) for array, own in zip(results, origins, strict=True)]
         return [self._observed(value, place) if used else value for value, used in zip(values, uses, strict=True)]
 
@@ -153,7 +153,7 @@ class Replay:
         return value._replace(origin=origin)
 
     def _parameter(self, value: Evaluated, name: str, place: Place, *, named: bool) -> None:
-        origin = value.origin or Origin("", "", "", "keep", value.array.dtype.name)
+        origin = value.origin or Origin("", "", "keep", value.array.dtype.name)
         own = origin._replace(name=name, where="", number=next(self._numbers))
         self._add(value, place, own, PARAMETER, replaces=origin.number, named=named)
 

@@ -23,7 +23,6 @@ class Origin(NamedTuple):
     """The operation that computed a tensor."""
 
     name: str
-    native: str
     where: str
     op_class: str
     format: str

@@ -48,7 +48,7 @@ def record(
         Observation(*subject, *replay.counted[place]) for place, subject in subjects.items() if place in replay.counted
     ]
     loss = float(results[0]) / (used if differentiates else 1.0) if results else None
-    return Recording("tensorflow", str(policy), loss, used, widened, tuple(observed), differentiates)
+    return Recording("tensorflow", str(policy), loss, used, tuple(observed), differentiates)
 
 
 def _scale_of(variables: Sequence[Any]) -> Any:

@@ -34,7 +34,6 @@ class Subject(NamedTuple):
 
     kind: Kind
     name: str
-    native: str
     where: str
     op_class: str
     format: str
@@ -143,11 +142,11 @@ class Body:
     def _subject(self, value: str, kind: Kind, name: str, where: str) -> Subject:
         body, made = self.producer(value)
         maker = body.decisions.graph.maker.get(made)
-        native, op_class = ("", "keep") if maker is None else (maker.op, _class(body._decided[maker.name]))
+        op_class = "keep" if maker is None else _class(body._decided[maker.name])
         dtype = body.decisions.known[made].dtype
         if kind != PARAMETER:
             dtype = self.rounded.get(value, dtype)
-        return Subject(kind, name, native, where, op_class, _FLOATS.get(dtype, "float32"))
+        return Subject(kind, name, where, op_class, _FLOATS.get(dtype, "float32"))
 
 
 def recorded(decisions: Pass, taken: Sequence[Taken]) -> tuple[Body, dict[tuple[Body, str], Subject]]:

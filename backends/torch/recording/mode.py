@@ -202,16 +202,14 @@ class Recorder(Watcher):
 
     def _count_as(self, row: int, result: Tensor) -> int:
         """Add a row for a tensor that was moved or cast from the tensor of another row."""
-        about = {"format": _format(result), "shape": tuple(result.shape), "spread": spread_of(result)}
+        shape, spread = tuple(result.shape), spread_of(result)
         self._made_of[len(self.rows)] = [row]
-        self.rows.append(self.rows[row]._replace(**about))
+        self.rows.append(self.rows[row]._replace(format=_format(result), shape=shape, spread=spread))
         return len(self.rows) - 1
 
     def _add(self, operator: Operator, kind: Kind, path: str, result: Tensor, parts: Sequence[int]) -> int:
         op_class, shape = self._class_of(operator.name, path), tuple(result.shape)
-        made = Observation(
-            kind, operator.name, operator.native, path, op_class, _format(result), shape, spread_of(result)
-        )
+        made = Observation(kind, operator.name, path, op_class, _format(result), shape, spread_of(result))
         self._made_of[len(self.rows)] = parts if kind == GRADIENT else []
         self._row_of[_storage(result)] = len(self.rows), True
         self.rows.append(made)

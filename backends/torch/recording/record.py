@@ -54,7 +54,7 @@ def record(
             used = 1.0 if scale is None else scale
             loss = float(_backward(recorder, _loss_of(step, result), used))
         observations = tuple(_observations(run, recorder))
-    return Recording("torch", str(policy), loss, used, widened, observations, differentiates)
+    return Recording("torch", str(policy), loss, used, observations, differentiates)
 
 
 def _backward(recorder: Recorder, loss: Tensor, scale: float) -> Tensor:

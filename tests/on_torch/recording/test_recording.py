@@ -48,7 +48,7 @@ def squares(model: nn.Module, args: tuple[Any, ...]) -> Tensor:
 
 
 def places(recording: Recording) -> list[tuple[Any, ...]]:
-    return [one[:7] for one in recording.observations]
+    return [one[:6] for one in recording.observations]
 
 
 def gradients(recording: Recording) -> dict[str, float]:
@@ -225,7 +225,7 @@ def test_checkpointed_functions_are_recorded_once(reentrant: bool) -> None:
     own = [one for one in places(again) if not one[1].startswith("parameter 0")]
     extra = [one for one in own if one not in places(plain)]
     assert [one for one in own if one in places(plain)] == places(plain)
-    assert [one[:4] for one in extra] == [(GRADIENT, "matmul", "mm", "0")] * len(extra)
+    assert [one[:3] for one in extra] == [(GRADIENT, "matmul", "0")] * len(extra)
     assert gradients(again).items() >= gradients(plain).items()
 
 
@@ -256,14 +256,13 @@ def test_shared_weights_and_residuals_add_up_gradients() -> None:
     layer = nn.Linear(8, 8, bias=False)
     recording = record(lambda x: (layer(layer(x) + x) + x).float().square().mean(), X)
     assert [one.name for one in recording.of_kind(PARAMETER)] == ["weight"]
-    assert one_of(recording, PARAMETER, "weight").native == "add"
     assert [one.shape for one in recording.of_kind(GRADIENT) if one.shape == (8, 8)] == []
 
 
 def test_gradients_without_a_computation_are_recorded_too() -> None:
     weight = torch.ones(3, requires_grad=True)
     (gradient,) = record(lambda: weight.sum()).of_kind(PARAMETER)
-    assert gradient[:3] == (PARAMETER, "parameter 0 of shape (3,)", "accumulate_grad")
+    assert gradient[:2] == (PARAMETER, "parameter 0 of shape (3,)")
     assert gradient.spread.largest == 1.0
 
 

@@ -8,7 +8,7 @@ results.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -238,18 +238,16 @@ def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: s
     if decision.op_class == "keep" or foreign:
         return _as_written(decision, inputs, foreign)
     unfit = next((value.unfit for value in inputs if value.unfit), "")
-    chosen = _choose(operation, decision, inputs, compute, gradient)
-    if unfit and (chosen.state == "low" or decision.op_class == "follow"):
-        chosen = _Choice("strong", "a constant", unfit)
-    is_low = chosen.state == "low" and not chosen.is_wide
-    role = chosen.role or (_role(operation, decision, inputs) if is_low else "")
-    role = statistic(operation, inputs) if chosen.state == "strong" else role
+    chosen = _by_class(operation, decision, inputs, compute, gradient)
+    if unfit and (chosen.output.state == "low" or decision.op_class == "follow"):
+        chosen = _strong("a constant", unfit)
+    is_low = chosen.output.state == "low" and chosen.format == compute
+    role = chosen.output.role or (_role(operation, decision, inputs) if is_low else "")
+    role = statistic(operation, inputs) if chosen.output.state == "strong" else role
     moves = decision.op_class in ("neutral", "promote") or operation == "mul"
-    output = Value(chosen.state, chosen.maker, unfit if moves and not role else "", role)
-    if is_low:
-        return Flow(compute, output, chosen.reason)
+    output = chosen.output._replace(unfit=unfit if moves and not role else "", role=role)
     is_guarded = bool(unfit) or chosen.reason == _NEXT_TO_INPUT
-    return Flow("float32", output, chosen.reason, _anew(decision, inputs, is_guarded))
+    return Flow(chosen.format, output, chosen.reason, () if is_low else _anew(decision, inputs, is_guarded))
 
 
 def specific(operation: str, *, of_itself: bool = False, over: bool = False) -> str:
@@ -259,26 +257,56 @@ def specific(operation: str, *, of_itself: bool = False, over: bool = False) -> 
     return "reciprocal" if operation == "div" and over else operation
 
 
-class _Choice(NamedTuple):
-    """The state of a result, as its class decides it; ``is_wide`` if a low result is computed in float32."""
-
-    state: str
-    maker: str
-    reason: str
-    is_wide: bool = False
-    role: str = ""
-
-
 _NEXT_TO_INPUT = "next to an input"
 
 
-def _choose(operation: str, decision: Decision, inputs: Sequence[Value], compute: str, gradient: bool) -> _Choice:
-    if decision.reason == TABLE and _overflows(operation, compute):
-        return _Choice("strong", operation, f"{operation} leaves the range of {compute}")
-    if decision.op_class in ("follow", "neutral") and normalizes(operation, inputs, gradient):
+def _by_class(operation: str, decision: Decision, inputs: Sequence[Value], compute: str, gradient: bool) -> Flow:
+    """Decide by the class alone. A low result may be computed in float32."""
+    op_class, by_table = decision.op_class, decision.reason == TABLE
+    if by_table and _overflows(operation, compute):
+        return _strong(operation, f"{operation} leaves the range of {compute}")
+    if op_class in ("follow", "neutral") and normalizes(operation, inputs, gradient):
         maker = next(value.maker for value in inputs if value.state == "low")
-        return _Choice("low", maker, "inside a norm", is_wide=True, role="normalized")
-    return _CLASSES[decision.op_class](operation, decision, inputs)
+        return Flow("float32", Value("low", maker, role="normalized"), "inside a norm")
+    if op_class == "lower":
+        return Flow(compute, Value("low", operation), decision.reason)
+    if op_class == "full":
+        return _strong(operation, decision.reason)
+    if op_class == "inner":
+        # An average can be as large as its data, so an average of strong values or of the user's inputs keeps their
+        # state.
+        if operation == "avg_pool" and by_table and inputs and inputs[0].state in ("strong", "input"):
+            return _follow(inputs[:1], compute)
+        return _inner(operation, inputs, compute)
+    if op_class == "promote" and {value.state for value in inputs} == {"low", "weak"}:
+        return Flow("float32", WEAK, "its widest input is float32")
+    return _follow(inputs, compute)
+
+
+def _strong(maker: str, reason: str) -> Flow:
+    return Flow("float32", Value("strong", maker), reason)
+
+
+def _inner(operation: str, inputs: Sequence[Value], compute: str) -> Flow:
+    """Decide by the first input, which is the data. The other inputs, such as a norm's parameters, do not count."""
+    data = inputs[0] if inputs else WEAK
+    if data.state == "low":
+        return Flow(compute, Value("low", operation), f"next to {data.maker}")
+    if data.state == "strong":  # only a function that saturates tolerates inf as its argument
+        computed_in = compute if operation in _SATURATING else "float32"
+        return Flow(computed_in, Value("low", operation), f"bounded, after {data.maker}")
+    return Flow("float32", WEAK, "as declared")
+
+
+def _follow(inputs: Sequence[Value], compute: str) -> Flow:
+    if strong := _first(inputs, "strong"):
+        return _strong(strong.maker, f"after {strong.maker}")
+    low, data = _first(inputs, "low"), _first(inputs, "input")
+    if low and data:
+        return _strong("an input", _NEXT_TO_INPUT)
+    if low:
+        return Flow(compute, Value("low", low.maker), f"next to {low.maker}")
+    return Flow("float32", INPUT if data else WEAK, "as declared")
 
 
 def _as_written(decision: Decision, inputs: Sequence[Value], foreign: Value | None) -> Flow:
@@ -317,55 +345,6 @@ def _anew(decision: Decision, inputs: Sequence[Value], is_guarded: bool) -> tupl
 
 def _first(inputs: Sequence[Value], *states: str) -> Value | None:
     return next((value for state in states for value in inputs if value.state == state), None)
-
-
-def _lower(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choice:
-    return _Choice("low", operation, decision.reason)
-
-
-def _full(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choice:
-    return _Choice("strong", operation, decision.reason)
-
-
-def _inner(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choice:
-    """Choose by the first input, which is the data. The other inputs, such as a norm's parameters, do not count."""
-    # An average can be as large as its data, so an average of strong values or of the user's inputs keeps their state.
-    data = inputs[0] if inputs else Value()
-    if operation == "avg_pool" and decision.reason == TABLE and data.state in ("strong", "input"):
-        return _follow(operation, decision, inputs[:1])
-    if data.state == "low":
-        return _Choice("low", operation, f"next to {data.maker}")
-    if data.state == "strong":  # only a function that saturates tolerates inf as its argument
-        return _Choice("low", operation, f"bounded, after {data.maker}", is_wide=operation not in _SATURATING)
-    return _Choice("weak", "", "as declared")
-
-
-def _follow(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choice:
-    if strong := _first(inputs, "strong"):
-        return _Choice("strong", strong.maker, f"after {strong.maker}")
-    low, data = _first(inputs, "low"), _first(inputs, "input")
-    if low and data:
-        return _Choice("strong", "an input", _NEXT_TO_INPUT)
-    if low:
-        return _Choice("low", low.maker, f"next to {low.maker}")
-    return _Choice("input" if data else "weak", "", "as declared")
-
-
-def _promote(operation: str, decision: Decision, inputs: Sequence[Value]) -> _Choice:
-    states = {value.state for value in inputs}
-    if states == {"low", "weak"}:
-        return _Choice("weak", "", "its widest input is float32")
-    return _follow(operation, decision, inputs)
-
-
-_CLASSES: dict[str, Callable[[str, Decision, Sequence[Value]], _Choice]] = {
-    "lower": _lower,
-    "inner": _inner,
-    "full": _full,
-    "promote": _promote,
-    "follow": _follow,
-    "neutral": _follow,
-}
 
 
 # --- norms that a program writes out ----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from polyamp.errors import InvalidTypeError, shown, warn_once
+from polyamp.errors import warn_once
 from polyamp.flow import Decision, Flow, Rule, Value, constant, decide, flow, unused
 from polyamp.policies import Policy
 from polyamp.report import Report, aligned, in_bytes, plural
@@ -114,36 +114,6 @@ class Plan(Report):
             **({} if self.engine == "rewrite" else {"engine": self.engine}),
         }
 
-    def compare(self, other: Plan) -> PlanComparison:
-        """Compare this plan with another plan of the same model.
-
-        >>> def plan(format_name):
-        ...     return Plan("policy", (PlannedOperation("exp", "exp", "head", "full", format_name, "table"),))
-        >>> print(plan("float32").compare(plan("float16")))
-        this plan: policy
-        the other: policy
-        <BLANKLINE>
-        total        this  other
-        casts           0      0
-        bytes_cast    0 B    0 B
-        bytes_moved   0 B    0 B
-        <BLANKLINE>
-        operation  where  this       other
-        exp        head   1 float32  1 float16
-
-        Raises:
-            InvalidTypeError: ``other`` is not a plan.
-        """
-        if not isinstance(other, Plan):
-            raise InvalidTypeError(
-                "a plan is compared with another plan",
-                where="Plan.compare(other)",
-                found=shown(other),
-                allowed="a polyamp.Plan",
-                fix="pass the result of polyamp.explain, or the plan of a rewritten function",
-            )
-        return PlanComparison(self, other)
-
     def heading(self) -> str:
         """Return the totals: operations by format, casts, and bytes."""
         totals, count = self.totals, plural(len(self.operations), "operation")
@@ -185,49 +155,6 @@ class Plan(Report):
         return [head, *map(_row, groups)]
 
 
-@dataclass(frozen=True)
-class PlanComparison:
-    """Two plans of one model; prints as a table. See `Plan.compare`."""
-
-    this: Plan
-    other: Plan
-
-    @property
-    def changed(self) -> list[tuple[str, str, dict[str, int], dict[str, int]]]:
-        """Name, place, and operations by format in each plan, wherever the plans differ."""
-        here, there = _formats(self.this), _formats(self.other)
-        places = [*here, *(place for place in there if place not in here)]
-        both = ((place, here.get(place, Counter()), there.get(place, Counter())) for place in places)
-        return [(*place, dict(one), dict(two)) for place, one, two in both if one != two]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return both plans' totals and the changes, as JSON values."""
-        return {
-            "policies": [self.this.policy, self.other.policy],
-            "totals": [self.this.totals, self.other.totals],
-            "changed": [
-                {"name": name, "where": where, "formats": [one, two]} for name, where, one, two in self.changed
-            ],
-        }
-
-    def __str__(self) -> str:
-        one, two = self.this.totals, self.other.totals
-        keys = ("casts", "bytes_cast", "bytes_moved", "bytes_saved")
-        known = [key for key in keys if (one[key], two[key]) != (None, None)]
-        totals = [("total", "this", "other"), *((key, _shown(key, one[key]), _shown(key, two[key])) for key in known)]
-        changed = [(name, where, _counted(own), _counted(its)) for name, where, own, its in self.changed]
-        return "\n".join(
-            [
-                f"this plan: {self.this.policy}",
-                f"the other: {self.other.policy}",
-                "",
-                aligned(totals, right=(1, 2)),
-                "",
-                aligned([("operation", "where", "this", "other"), *changed]) if changed else "no operation differs",
-            ]
-        )
-
-
 def _bytes_line(label: str, totals: dict[str, Any], key: str) -> str:
     own, full = totals[key], totals[f"{key}_float32"]
     if full is None:
@@ -248,23 +175,6 @@ def _row(group: list[PlannedOperation]) -> tuple[str, ...]:
     moved = in_bytes(sum(op.bytes_moved * op.times for op in group))
     where = f"{first.where} and {others} more" if others else first.where
     return (first.name, first.op_class, first.format, str(len(group)), moved, first.reason, where)
-
-
-def _formats(plan: Plan) -> dict[tuple[str, str], Counter[str]]:
-    places: dict[tuple[str, str], Counter[str]] = {}
-    for op in plan.operations:
-        places.setdefault((op.name, op.where), Counter())[op.format] += 1
-    return places
-
-
-def _shown(key: str, value: int | None) -> str:
-    if value is None:
-        return "unknown"
-    return in_bytes(value) if key.startswith("bytes") else str(value)
-
-
-def _counted(formats: dict[str, int]) -> str:
-    return ", ".join(f"{number} {name}" for name, number in formats.items()) or "none"
 
 
 # --- the decisions that a plan lists ----------------------------------------------------------------------------------
@@ -331,11 +241,7 @@ class Decider:
 
 def unused_in(parts: Sequence[Decider]) -> list[Rule]:
     """Return the policy's own rules that matched nothing in any part of a program."""
-    return unused(parts[0].policy.own_rules, _asked(parts))
-
-
-def _asked(parts: Iterable[Decider]) -> dict[tuple[str, str], Decision]:
-    return {key: decision for part in parts for key, decision in part.decisions.items()}
+    return unused(parts[0].policy.own_rules, {key for part in parts for key in part.decisions})
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------

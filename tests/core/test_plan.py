@@ -1,4 +1,4 @@
-"""Plans: totals, tables, JSON and comparisons."""
+"""Plans: totals, tables and JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import polyamp
 from polyamp import Plan
 from polyamp.plan import PlannedOperation
 
@@ -90,7 +89,6 @@ def test_an_empty_plan_prints_and_saves() -> None:
         "operation  class  format  count  moved  why  where",
     ]
     assert plan.totals["bytes_moved"] == 0
-    assert plan.compare(plan).changed == []
 
 
 words = st.sampled_from(["exp", "matmul", "a/long/path file.py:3", ""])
@@ -135,34 +133,7 @@ def test_the_columns_of_any_table_stand_under_their_heads(ops: list[PlannedOpera
         assert padded[head.index("moved") + 4] == "B"
 
 
-def test_a_comparison_shows_totals_and_what_changed() -> None:
-    other = Plan("bf16", (MATMUL._replace(format="bfloat16"), EXP), 80, 100)
-    comparison = PLAN.compare(other)
-    assert comparison.changed == [
-        ("matmul", "a/q", {"float16": 1}, {"bfloat16": 1}),
-        ("matmul", "a/k", {"float16": 1}, {}),
-        ("my_kernel", "b", {"as written": 1}, {}),
-    ]
-    saved = json.loads(json.dumps(comparison.as_dict()))
-    assert saved["policies"] == ["mixed_float16", "bf16"]
-    assert saved["totals"][1]["bytes_saved"] == 80
-    assert saved["changed"][0] == {"name": "matmul", "where": "a/q", "formats": [{"float16": 1}, {"bfloat16": 1}]}
-    text = str(comparison)
-    assert "bytes_saved   60 B   80 B" in text
-    assert "matmul     a/k    1 float16     none" in text
-
-
-def test_saved_bytes_that_are_not_known_are_said_to_be_so() -> None:
+def test_saved_bytes_that_are_not_known_are_not_printed() -> None:
     unknown = Plan("p", (EXP,))
     assert unknown.as_dict()["totals"]["bytes_saved"] is None
     assert "saved" not in str(unknown)
-    assert "saved" not in str(unknown.compare(unknown))
-    for comparison, saved in ((PLAN.compare(unknown), "60 B unknown"), (unknown.compare(PLAN), "unknown 60 B")):
-        assert ["bytes_saved", *saved.split()] in [line.split() for line in str(comparison).splitlines()]
-
-
-@pytest.mark.parametrize("other", [None, "mixed_float16", PLAN.as_dict(), PLAN.operations])
-def test_a_plan_is_compared_with_a_plan(other: Any) -> None:
-    with pytest.raises(polyamp.errors.InvalidTypeError, match="compared with another plan") as caught:
-        PLAN.compare(other)
-    assert type(other).__name__ in str(caught.value)

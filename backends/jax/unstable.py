@@ -272,14 +272,6 @@ def fingerprint(closed: Any) -> str:
     return text
 
 
-def text_of(closed: Any) -> str:
-    """Return a text that is equal for jaxprs that compute the same; empty if no such text exists."""
-    # A text does not show the numbers of constants, or functions in parameters such as rules of custom derivatives.
-    jaxpr, constants = opened(closed)
-    text = "" if constants else str(jaxpr)
-    return "" if "custom_" in text or "callback" in text or "<function" in text else text
-
-
 def specs_of_results(closed: Any) -> list[Any]:
     """Return the shape and dtype of each result of a jaxpr."""
     jaxpr, _ = opened(closed)

@@ -100,7 +100,8 @@ def bind(operation: Callable[[list[Any]], list[Any]], inputs: Sequence[Taken]) -
     kept = [leaf for leaf in _distinct(leaf for taken in inputs for leaf in taken.leaves) if _is_tracer(leaf)]
     users = (leaf for taken in inputs for leaf in (taken.leaves if taken.is_anew else [taken.cell]))
     shared = [cell for cell in _distinct(users) if is_traced(cell) and not _is_itself(cell, kept)]
-    numbers = {id(leaf): _number(leaf) for taken in inputs for leaf in taken.leaves if not _is_tracer(leaf)}
+    known = [leaf for taken in inputs for leaf in taken.leaves if not _is_tracer(leaf)]
+    numbers = {id(leaf): leaf.cast(FLOAT32) if leaf.declared == FLOAT32 else leaf.array for leaf in known}
 
     def again(arrays: Sequence[Any], wide: Sequence[Any]) -> list[Any]:
         originals = {id(cell): array for cell, array in zip(shared, wide, strict=True)}
@@ -126,10 +127,6 @@ def _computed(taken: Taken, values: dict[int, Any], originals: dict[int, Any]) -
         return _value(taken.cell, {key: _with_gradient(array, originals.get(key)) for key, array in known.items()})
     own = _value(taken.cell, {key: lax.stop_gradient(array) for key, array in known.items()})
     return _with_gradient(own, originals.get(id(taken.cell)))
-
-
-def _number(cell: Cell) -> Any:
-    return cell.cast(FLOAT32) if cell.declared == FLOAT32 else cell.array
 
 
 def _value(cell: Cell, known: dict[int, Any]) -> Any:

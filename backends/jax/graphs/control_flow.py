@@ -15,7 +15,6 @@ computes again in 16 bits, such as the hidden state of ``tanh(h @ w + x)``, does
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -120,14 +119,14 @@ def _rewritten(run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) 
     known = _KNOWN.setdefault(closed, {})
     key = (run.policy, run.is_looped, run.place(path), tuple(cell.format for cell in cells), _equal(cells))
     if key not in known:
-        known[key] = _like_one_of(known, _rewrite(run, closed, cells, path, frozenset()))
+        known[key] = _rewrite(run, closed, cells, path, frozenset())
     held = frozenset(
         (output, cells[own].value)
         for output, own in run.repeats.links(closed)
         if known[key].outputs[output].value.state == "low" and _is_float32_as_declared(cells[own])
     )
     if held and (key, held) not in known:
-        known[key, held] = _like_one_of(known, _rewrite(run, closed, cells, path, held))
+        known[key, held] = _rewrite(run, closed, cells, path, held)
     return known[key, held] if held else known[key]
 
 
@@ -141,17 +140,6 @@ def _rewrite(
         return [cell.declared_as(values[at]) if at in values else cell for at, cell in enumerate(outputs)]
 
     return _Rewritten(*trace(own, closed, cells, path, hold), own.decider)
-
-
-def _like_one_of(known: dict[Any, _Rewritten], new: _Rewritten) -> _Rewritten:
-    """Return an earlier jaxpr if it is the same program with the same formats, else the new one."""
-    text = unstable.text_of(new.closed)
-    return next((old for old in known.values() if text and _is_same(old, new, text)), new)
-
-
-def _is_same(old: _Rewritten, new: _Rewritten, text: str) -> bool:
-    outputs = ([(cell.format, cell.shared) for cell in one.outputs] for one in (old, new))
-    return operator.eq(*outputs) and unstable.text_of(old.closed) == text
 
 
 def _equal(cells: Sequence[Cell]) -> tuple[int, ...]:

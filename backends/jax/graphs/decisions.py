@@ -75,16 +75,6 @@ class Decided(NamedTuple):
     held: Any  # the dtype in which its primitive returns the float32 results
     value: Value  # the flow rule's facts about them
 
-    @property
-    def computes_in(self) -> Any:
-        """The dtype that it computes in."""
-        return FLOAT32 if self.is_wide else self.dtype
-
-    @property
-    def is_as_written(self) -> bool:
-        """Whether it runs as the program was written."""
-        return self.outcome.format == AS_WRITTEN
-
 
 def decide_equation(
     decider: Decider, compute: np.dtype[Any], equation: Any, cells: Sequence[Cell], path: str
@@ -183,12 +173,14 @@ class PlanBuilder:
         if region is not None:
             self._insert(*region)
             return
-        as_written, held = decided.is_as_written, decided.held
-        wanted = [cell.declared if as_written or not cell.inexact else decided.computes_in for cell in cells]
+        as_written, computes_in = decided.outcome.format == AS_WRITTEN, FLOAT32 if decided.is_wide else decided.dtype
+        wanted = [cell.declared if as_written or not cell.inexact else computes_in for cell in cells]
         cast = [(cell.array, cell.dtype, to) for cell, to in zip(cells, wanted, strict=True) if cell.dtype != to]
         outputs = [variable.aval for variable in equation.outvars]
         read = sum(bytes_of(cell.array, to) for cell, to in zip(cells, wanted, strict=True))
-        written = sum(bytes_of(aval, held if _is_float32(aval) and not as_written else None) for aval in outputs)
+        written = sum(
+            bytes_of(aval, decided.held if _is_float32(aval) and not as_written else None) for aval in outputs
+        )
         bytes_cast = sum(bytes_of(array, before) for array, before, _ in cast)
         self.operations.append(
             PlannedOperation(

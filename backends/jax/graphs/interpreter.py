@@ -26,7 +26,7 @@ from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, declared_va
 from polyamp.backends.jax.graphs.decisions import Decided, PlanBuilder, decide_equation, note_same
 from polyamp.backends.jax.operations import canonical
 from polyamp.errors import UnsupportedError
-from polyamp.flow import INPUT, WEAK, Value, decide, magnitude
+from polyamp.flow import AS_WRITTEN, INPUT, WEAK, Value, decide, magnitude
 from polyamp.plan import Decider
 from polyamp.policies import Policy
 
@@ -140,7 +140,7 @@ class Interpreter:
         decided = decide_equation(self.decider, self.compute, equation, cells, path)
         if self.plan is not None:
             self.plan.add(equation, path, decided, cells)
-        if decided.is_as_written:
+        if decided.outcome.format == AS_WRITTEN:
             bound = unstable.bound(equation, [cell.restored() for cell in cells])
             results = _results(equation, bound, decided.value, FLOAT32)
         else:

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import polyamp
-from polyamp.backends.jax import apply_gradients
-from support.jax_cases import FLOAT16, bits, wrapped_to_step
+from support.jax_cases import bits, wrapped_to_step
 
 COUNT = jax.device_count()
 SCALE = 2.0**10
@@ -52,16 +51,6 @@ def pmapped(how: str, **options: Any) -> tuple[Any, Any]:
 def test_pmap(how: str, spoiled: bool) -> None:
     step, start = pmapped(how, axis_name="data")
     check(step(*start, shards(spoiled)), spoiled)
-
-
-def test_replicated_state_is_saved_and_loaded() -> None:
-    step, start = pmapped("update cond", axis_name="data")
-    _, state = step(*start, shards(spoiled=True))
-    saved = polyamp.save_loss_scale(state)
-    assert saved["scale"] == SCALE / 2
-    loaded = polyamp.load_loss_scale(state, saved | {"scale": 8.0})
-    np.testing.assert_array_equal(loaded.loss_scale, np.full(COUNT, 8.0))
-    assert loaded.loss_scale.sharding == state.loss_scale.sharding
 
 
 @pytest.mark.parametrize(("how", "check_vma"), [(HOW[0], True), (HOW[2], False), (HOW[3], True)])
@@ -125,19 +114,3 @@ def test_sharded_under_jit_needs_no_axis_name(layout: str, how: str, spoiled: bo
     assert (before == bits((new, after.inner_state, after.master_weights))) is spoiled
     assert state.loss_scale.is_deleted()
     assert after.loss_scale.is_fully_replicated
-
-
-@SPOILED
-def test_shards_of_one_mesh_and_axis_names_of_two_axes(spoiled: bool) -> None:
-    tx = polyamp.wrap_optimizer(optax.adam(0.1), FLOAT16, axis_name=("data", "model"))
-    params = jnp.ones((COUNT, 3))
-    start = params, tx.init(params)
-    layout = jax.tree.map(lambda leaf: P(("data", "model")) if leaf.ndim else P(), start)
-
-    def step(params: Any, opt_state: Any, grads: Any) -> Any:
-        return apply_gradients(tx, grads, opt_state, params)
-
-    mesh = Mesh(np.array(jax.devices()).reshape(-1, 2), ("data", "model"))
-    specs = (*layout, P(("data", "model")))
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=layout)
-    check(jax.jit(mapped)(*start, shards(spoiled)), spoiled)

@@ -24,7 +24,6 @@ from support.jax_scenarios import (
     only,
     residuals,
     rnn,
-    rnn_turn,
     trace,
 )
 from support.jax_scenarios import quickly_compiled as quickly_compiled
@@ -239,18 +238,3 @@ def test_remat_saves_what_its_policy_says(name: str) -> None:
     assert sorted(leaf.shape for leaf in residuals(mixed, W, X)) == sorted(
         leaf.shape for leaf in residuals(plain, W, X)
     )
-
-
-def test_names_of_turns_are_not_shared() -> None:
-    """Two loops over the same body, one in 16 bits by its inputs and one in float32 by a rule."""
-
-    def fn(cell: Any, xs: jax.Array) -> jax.Array:
-        state = jnp.zeros((6, 12))
-        one = lax.scan(lambda c, x: (rnn_turn(cell, c, x), None), state, xs)[0]
-        with jax.named_scope("exact"):
-            two = lax.scan(lambda c, x: (rnn_turn(cell, c, x), None), state, xs)[0]
-        return loss(one) + loss(two)
-
-    mixed = jax.grad(polyamp.autocast(fn, polyamp.policy(BF16, rules={"exact": "full"})))
-    kinds = dots(mixed, CELL, SEQUENCE)
-    assert (kinds.count({"bfloat16"}), kinds.count({"float32"})) == (len(kinds) // 2, len(kinds) // 2)

@@ -1,4 +1,4 @@
-"""Time one operation in our autocast regions and in torch.autocast's, and the entry of a region.
+"""Time one operation in our autocast regions and in torch.autocast's.
 
 ``python benchmarks/torch_autocast.py [--device cuda]`` writes ``results/torch_autocast_<device>.json``.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -39,23 +39,15 @@ def operations(size: int, device: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-def within(context: AbstractContextManager[Any] | None, run: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a call that runs ``run`` ``CALLS`` times in a region; without a region, ``run`` itself is timed."""
+def within(context: AbstractContextManager[Any], run: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a call that runs ``run`` ``CALLS`` times in a region."""
 
     def timed() -> None:
-        with context or nullcontext():
+        with context:
             for _ in range(CALLS):
                 run()
 
     return timed
-
-
-def entering(context: Callable[[], AbstractContextManager[Any]]) -> Callable[[], Any]:
-    def enter() -> None:
-        with context():
-            pass
-
-    return within(None, enter)
 
 
 def contexts(device: str) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
@@ -80,8 +72,7 @@ def measure(device: str, rounds: int, *, native_alone: bool = False) -> list[Tim
         for question, run in operations(size, device).items():
             variants = {name: within(context(), run) for name, context in regions.items()}
             timings += interleave(f"{question}, {size}x{size}", variants, rounds, 1, settle)
-    variants = {name: entering(context) for name, context in regions.items()}
-    return [*timings, *interleave("entering and leaving a region", variants, rounds, 1, settle)]
+    return timings
 
 
 def against_native_alone(alone: list[Timing], together: list[Timing]) -> list[Timing]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -363,11 +363,11 @@ class Policy:
         return _write(self.param, self.compute, self.output, self.rules, self.loss_scale, self.name)
 
     def __enter__(self) -> Policy:
-        _entered.set((*_entered.get(), self))
+        ENTERED.set((*ENTERED.get(), (self, nullcontext())))
         return self
 
     def __exit__(self, *_: object) -> None:
-        _entered.set(_entered.get()[:-1])
+        ENTERED.set(ENTERED.get()[:-1])
 
 
 def policy(
@@ -415,8 +415,11 @@ def policy(
     where = "policy(spec)"
     if mistaken:
         raise unknown_options([*mistaken], _ARGUMENTS, where=where, elsewhere=_OF_JMP)
-    if isinstance(spec, Policy) and all(one is None for one in (param, compute, output, rules, loss_scale, name)):
-        return spec
+    if param is compute is output is rules is loss_scale is name is None:
+        if isinstance(spec, Policy):
+            return spec
+        if isinstance(spec, str) and spec in _BY_WORD:
+            return _BY_WORD[spec]
     given = {"param": param, "compute": compute, "output": output}
     formats = {key: _format(value, f"policy({key}=)") for key, value in given.items() if value is not None}
     own_rules = () if rules is None else parse_rules(rules)
@@ -445,7 +448,9 @@ _ARGUMENTS = ("param", "compute", "output", "rules", "loss_scale", "name")
 _OF_JMP = {"param_dtype": "param", "params": "param", "compute_dtype": "compute", "output_dtype": "output"}
 """Names of formats in jmp and flax, for errors."""
 
-_entered: ContextVar[tuple[Policy, ...]] = ContextVar("polyamp_policies", default=())
+# Each ``with policy:`` and each region: the policy, and the frameworks' autocast that the region entered. One variable
+# for all objects, because a context keeps every variable that was ever set in it.
+ENTERED: ContextVar[tuple[tuple[Policy, AbstractContextManager[Any]], ...]] = ContextVar("polyamp_policies", default=())
 _global_policy = Policy("float32", "float32", "float32")
 
 
@@ -456,8 +461,8 @@ def current_policy() -> Policy:
     ...     print(current_policy())
     mixed_bfloat16
     """
-    entered = _entered.get()
-    return entered[-1] if entered else _global_policy
+    entered = ENTERED.get()
+    return entered[-1][0] if entered else _global_policy
 
 
 def in_policy() -> bool:
@@ -467,7 +472,7 @@ def in_policy() -> bool:
     ...     in_policy()
     True
     """
-    return bool(_entered.get())
+    return bool(ENTERED.get())
 
 
 def set_global_policy(spec: Policy | str) -> Policy:
@@ -499,6 +504,10 @@ def _from_words(words: _Words, formats: dict[str, str], where: str) -> Policy:
     rules = default_rules(param, compute, output) if words.rules is None else words.rules
     scale = words.loss_scale or default_loss_scale(compute)
     return Policy(param, compute, output, rules, scale, words.label)
+
+
+# parsed once: a region may be entered by a word at every step
+_BY_WORD = {word: _from_words(_read(word, where=""), {}, "") for word in WORDS}
 
 
 def _from_policy(spec: Policy, formats: dict[str, str]) -> Policy:

@@ -11,22 +11,19 @@ loaded framework that has one; leaving it undoes both. For example, with torch l
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from contextvars import ContextVar
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar, overload
 
 from polyamp import adapters
 from polyamp.adapters import Adapter, having
 from polyamp.errors import InvalidTypeError, UnsupportedError, brief
 from polyamp.formats import name_of_dtype
-from polyamp.policies import Policy, chosen_policy
+from polyamp.policies import ENTERED, Policy, chosen_policy
 from polyamp.policies import policy as make_policy
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
-
-# One variable for all objects, because a context keeps every variable that was ever set in it.
-_entered: ContextVar[tuple[ExitStack, ...]] = ContextVar("polyamp_autocast", default=())
 
 
 @overload
@@ -99,8 +96,8 @@ def autocast(
             allowed="autocast(policy), or autocast(function, policy)",
             fix="leave one of the two out",
         )
-    region = Autocast(bound if target is None else make_policy(target), backend)
-    return region.traced() or region
+    chosen = bound if target is None else make_policy(target)
+    return _traced(chosen) or Autocast(chosen, backend)
 
 
 def _another_autocast(mistaken: Mapping[str, Any]) -> InvalidTypeError:
@@ -122,36 +119,46 @@ def _another_autocast(mistaken: Mapping[str, Any]) -> InvalidTypeError:
 class Autocast:
     """The result of `autocast` for a policy: re-entrant, usable from several threads, and a decorator."""
 
+    __slots__ = ("_backend", "_policy")
+
     def __init__(self, policy: Policy | None, backend: str | None) -> None:
         self._policy = policy
         self._backend = backend
 
-    def traced(self) -> AbstractContextManager[Any] | None:
-        """Return the context to enter if a compiler is tracing this code; None otherwise."""
-        # Such a compiler cannot follow context variables, so it gets the framework's own context instead.
-        if self._policy is None:
-            return None
-        for adapter in adapters.in_use():
-            if hasattr(adapter, "traced_context") and (context := adapter.traced_context(self._policy)):
-                return context
-        return None
-
     def __enter__(self) -> Policy:
-        chosen = chosen_policy(self._policy, "autocast()")
-        with ExitStack() as stack:
-            stack.enter_context(chosen)
-            for adapter in _ambient(self._backend):
-                stack.enter_context(adapter.autocast_context(chosen))
-            _entered.set((*_entered.get(), stack.pop_all()))
+        chosen = chosen_policy(None, "autocast()") if self._policy is None else self._policy
+        ambient = _ambient(self._backend)
+        one = len(ambient) == 1
+        context = ambient[0].autocast_context(chosen) if one else _together(ambient, chosen)
+        context.__enter__()
+        ENTERED.set((*ENTERED.get(), (chosen, context)))
         return chosen
 
-    def __exit__(self, *error: Any) -> bool | None:
-        *outer, stack = _entered.get()
-        _entered.set(tuple(outer))
-        return stack.__exit__(*error)
+    def __exit__(self, *error: Any) -> None:
+        entered = ENTERED.get()
+        ENTERED.set(entered[:-1])
+        entered[-1][1].__exit__(*error)
 
     def __call__(self, fn: Fn) -> Fn:
         return autocast_function(fn, self._policy, self._backend)  # type: ignore[return-value]
+
+
+def _traced(policy: Policy | None) -> AbstractContextManager[Any] | None:
+    """Return the framework's own context if a compiler is tracing this code: it cannot follow context variables."""
+    if policy is not None:
+        for adapter in adapters.in_use():
+            if hasattr(adapter, "traced_context") and (context := adapter.traced_context(policy)):
+                return context
+    return None
+
+
+@contextmanager
+def _together(ambient: list[Adapter], policy: Policy) -> Iterator[None]:
+    """Enter the autocast of several frameworks, or of none."""
+    with ExitStack() as stack:
+        for adapter in ambient:
+            stack.enter_context(adapter.autocast_context(policy))
+        yield
 
 
 def autocast_function(
@@ -165,8 +172,7 @@ def autocast_function(
 
     @functools.wraps(fn)
     def autocasted(*args: Any, **kwargs: Any) -> Any:
-        traced = Autocast(policy, backend).traced()
-        if traced is not None:
+        if traced := _traced(policy):
             with traced:
                 return fn(*args, **kwargs)
         adapter = named or _autocasting(adapters.adapters_within(args, kwargs))
@@ -186,10 +192,20 @@ def _autocasting(adapters: list[Adapter]) -> Adapter | None:
     return next(iter(able or adapters), None)
 
 
+_ambient_of: list[Adapter] = []  # the loaded adapters with ambient autocast
+_not_loaded: set[str] = set()  # the import roots of the other adapters, when that was found out
+
+
 def _ambient(backend: str | None) -> list[Adapter]:
     """Return the adapters whose autocast is entered: the named one, or else every loaded one that has it."""
+    if backend is None and _ambient_of and sys.modules.keys().isdisjoint(_not_loaded):
+        return _ambient_of
     loaded = adapters.loaded() if backend is None else [adapters.adapter_named(backend)]
     ambient = [adapter for adapter in loaded if hasattr(adapter, "autocast_context")]
+    if backend is None:
+        _ambient_of[:] = ambient
+        _not_loaded.clear()
+        _not_loaded.update(root for root in adapters.entries() if root not in sys.modules)
     if ambient:
         return ambient
     if not loaded:

@@ -29,13 +29,13 @@ def devices() -> tuple[dict[str, Any], ...]:
     return (*map(_gpu, range(torch.cuda.device_count())), _cpu())
 
 
-_reported: set[str] = set()
+REPORTED: set[str] = set()
 
 
 def report_slow(compute: str, stacklevel: int = 5) -> None:
     """Warn at the first use of a compute format if a GPU here is slow in it."""
-    if compute not in _reported:
-        _reported.add(compute)
+    if compute not in REPORTED:
+        REPORTED.add(compute)
         for index in range(torch.cuda.device_count()):
             report_slow_format(_gpu(index), compute, stacklevel=stacklevel + 1)
 

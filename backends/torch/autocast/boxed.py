@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Any
 
 from polyamp.backends.torch import extension, unstable
-from polyamp.backends.torch.autocast import frames
+from polyamp.backends.torch.autocast import regions
 from polyamp.backends.torch.autocast.regions import LIMIT, MARKED, Region, numbered
 from polyamp.errors import ExtensionError
 
@@ -67,7 +67,7 @@ class Kernels:
     @unstable.never_compiled
     def _answer(self, index: int, number: int) -> int:
         device_type, choice = self._registered[index]
-        region = frames.current(device_type) if number == _UNKNOWN_REGION else numbered(number)
+        region = regions.current(device_type) if number == _UNKNOWN_REGION else numbered(number)
         return choice(region)
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Any:
@@ -98,7 +98,7 @@ def kernels(*, required: bool = True) -> Kernels | None:
             library = extension.library("autocast", required=required)
             if library is not None:
                 _kernels = Kernels(library)
-                frames.mirror_in(_kernels)
+                regions.tell(_kernels)
         return _kernels
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ContextDecorator, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -11,9 +10,17 @@ from typing import Any
 import torch
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast import frames, overrides, path_rules, weights
-from polyamp.backends.torch.autocast.regions import ACCELERATOR, DEVICE_TYPES, MARKED, Marks, Region, mark_of
-from polyamp.backends.torch.devices import report_slow
+from polyamp.backends.torch.autocast import overrides, path_rules, regions, weights
+from polyamp.backends.torch.autocast.regions import (
+    ACCELERATOR,
+    DEVICE_TYPES,
+    HERE,
+    MARKED,
+    Marks,
+    Region,
+    mark_of,
+)
+from polyamp.backends.torch.devices import REPORTED, report_slow
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.errors import UnsupportedError, warn_once
 from polyamp.flow import Rule
@@ -53,7 +60,7 @@ class Entered(ContextDecorator):
 
     def __init__(self, policy: Policy, *, reports: bool = True) -> None:
         self._policy, self._reports = policy, reports
-        self._entered: list[tuple[frames.Frame, list[torch.autocast], Callable[[], None] | None]] = []
+        self._entered: list[regions.Frame] = []
 
     def _recreate_cm(self) -> Entered:
         return Entered(self._policy, reports=self._reports)
@@ -61,24 +68,21 @@ class Entered(ContextDecorator):
     @unstable.never_compiled
     def __enter__(self) -> None:
         policy = self._policy
-        _check(policy.compute)
         region = _region_of(policy.param, policy.compute, policy.output, policy.rules)
-        undo = unstable.trace_backward_without_autocast() if frames.casts_here() is None else None
-        native = [_native(device_type, policy.compute) for device_type in DEVICE_TYPES]
-        for context in native:
-            context.__enter__()  # type: ignore[no-untyped-call]
-        if region is not None and region.rules:
+        if region is None:
+            _report_tensorfloat32(policy.compute)
+        elif region.rules:
             path_rules.HOOKS.__enter__()
-        self._entered.append((frames.enter(region), native, undo))
+        frame = regions.enter(region, DEVICE_TYPES)
+        self._entered.append(frame)
+        if frame.outer is None and frame.grad:
+            here = HERE.thread
+            here.policy, here.count = policy, here.count + 1
 
     @unstable.never_compiled
     def __exit__(self, *error: Any) -> None:
-        frame, native, undo = self._entered.pop()
-        frames.leave(frame)
-        for context in reversed(native):
-            context.__exit__(*error)
-        if undo is not None:
-            undo()
+        frame = self._entered.pop()
+        regions.leave(frame)
         if frame.region is not None and frame.region.rules:
             path_rules.HOOKS.__exit__()
             if error[0] is None and self._reports:
@@ -108,9 +112,10 @@ def _traced(policy: Policy) -> Iterator[None]:
 
 @unstable.constant_when_compiled
 def _traced_mark(param: str, compute: str, output: str, rules: tuple[tuple[str, str], ...]) -> Marks:
-    _check(compute)
     region = _region_of(param, compute, output, tuple(Rule(*rule) for rule in rules))
-    if region is not None and region.rules:
+    if region is None:
+        _report_tensorfloat32(compute)
+    elif region.rules:
         path_rules.HOOKS.stay()
     return mark_of(region, traced=True)
 
@@ -123,20 +128,6 @@ def _autocast_fields(policy: Policy) -> tuple[str, str, str, tuple[tuple[str, st
 @cache
 def _region_of(param: str, compute: str, output: str, rules: tuple[Rule, ...]) -> Region | None:
     """Return the region of a policy with these formats and rules, after registering the kernels that it needs."""
-    dtype = DTYPES[compute]
-    if dtype not in SIXTEEN_BIT:
-        return None
-    defaults = default_rules(param, compute, output)
-    region = Region(dtype, tuple(rule for rule in rules if rule not in defaults))
-    mark_of(region)  # if this fails, nothing was entered yet
-    weights.watch_optimizers()
-    for device_type in DEVICE_TYPES:
-        overrides.prepare(region, device_type)
-        weights.watch(device_type)
-    return region
-
-
-def _check(compute: str) -> None:
     if compute.startswith("float8"):
         raise UnsupportedError(
             "torch.autocast has no 8-bit formats",
@@ -145,6 +136,21 @@ def _check(compute: str) -> None:
             allowed="float16, bfloat16, float32",
             fix="choose one of these formats",
         )
+    dtype = DTYPES[compute]
+    if dtype not in SIXTEEN_BIT:
+        return None
+    defaults = default_rules(param, compute, output)
+    region = Region(dtype, tuple(rule for rule in rules if rule not in defaults))
+    regions.watch_compilation()
+    weights.watch_optimizers()
+    for device_type in DEVICE_TYPES:
+        torch.autocast(device_type, dtype)  # refuses what the device cannot do
+        overrides.prepare(region, device_type)
+        weights.watch(device_type)
+    return region
+
+
+def _report_tensorfloat32(compute: str) -> None:
     if compute == "tensorfloat32" and torch.get_float32_matmul_precision() == "highest":
         warn_once(
             "PyTorch sets TensorFloat-32 for the whole process, so autocast leaves it off. "
@@ -154,22 +160,11 @@ def _check(compute: str) -> None:
 
 def autocast_context(policy: Policy) -> AbstractContextManager[None]:
     """Return a new `autocast`; warn at the first use of a format if a device here is slow in it."""
-    report_slow(policy.compute)
-    if torch.is_grad_enabled() and frames.casts_here() is None:
-        LAST.policy, LAST.count = policy, LAST.count + 1
-    return autocast(policy)
-
-
-class Last(threading.local):
-    """The last outermost region that this thread entered with gradients on: its policy, and the number of them."""
-
-    policy: Policy | None = None
-    count = 0
-
-
-LAST = Last()
+    if policy.compute not in REPORTED:
+        report_slow(policy.compute)
+    return Entered(policy)
 
 
 def traced_context(policy: Policy) -> AbstractContextManager[None] | None:
     """Return an `autocast` that Dynamo can trace if it is tracing the caller now; None otherwise."""
-    return autocast(policy) if torch.compiler.is_compiling() else None
+    return _traced(policy) if torch.compiler.is_compiling() else None

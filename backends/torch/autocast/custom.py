@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast import casts, frames, overrides
+from polyamp.backends.torch.autocast import casts, overrides, regions
 from polyamp.backends.torch.autocast.behaviours import class_name
 from polyamp.backends.torch.autocast.regions import (
     ACCELERATOR,
+    BY_MARK,
     DEVICE_TYPES,
     MARKED,
     Marks,
     Region,
-    marked,
     marks_here,
     tag_caches,
 )
@@ -77,7 +77,7 @@ def _kernel(op: Any, device_type: str) -> Callable[..., Any]:
 
     @unstable.never_compiled
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        op_class = _class_in(frames.current(device_type), name, CLASSES_OF[name])
+        op_class = _class_in(regions.current(device_type), name, CLASSES_OF[name])
         dtype = torch.get_autocast_dtype(device_type)
         cast_args, cast_kwargs = casts.cast_all(args, kwargs, op_class, device_type, dtype)
         for position, argument in written:  # the operator has to change these, not a cast of them
@@ -177,7 +177,7 @@ def _here(args: tuple[Any, ...], name: str, op_class: str | None) -> _State:
     dtype, enabled = native.get(device_type, (None, False))
     marks = marks_here()
     compiling = torch.compiler.is_compiling()
-    region = None if compiling or not enabled else frames.current(device_type)
+    region = None if compiling or not enabled else regions.current(device_type)
     if op_class is not None:
         op_class = _class_in_graph(name, op_class, *marks) if compiling else _class_in(region, name, op_class)
     return _State(device_type, dtype if enabled else None, op_class, native, marks, region)
@@ -210,11 +210,11 @@ def _marked(marks: Marks) -> Iterator[None]:
 
 @contextmanager
 def _entered(region: Region | None) -> Iterator[None]:
-    frame = frames.enter(region)
+    frame = regions.enter(region)
     try:
         yield
     finally:
-        frames.leave(frame)
+        regions.leave(frame)
 
 
 def _class_in(region: Region | None, name: str, op_class: str) -> str:
@@ -224,7 +224,7 @@ def _class_in(region: Region | None, name: str, op_class: str) -> str:
 
 @unstable.constant_when_compiled
 def _class_in_graph(name: str, op_class: str, first: torch.dtype, second: torch.dtype) -> str:
-    return _class_in(marked((first, second)), name, op_class)
+    return _class_in(BY_MARK.get((first, second)), name, op_class)
 
 
 def _overloads(op: Any) -> list[Any]:

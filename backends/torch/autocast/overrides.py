@@ -21,13 +21,13 @@ import torch
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast import behaviours, boxed, casts
 from polyamp.backends.torch.autocast.behaviours import PROMOTING, Behaviour, behaviour, class_name
-from polyamp.backends.torch.autocast.frames import current
 from polyamp.backends.torch.autocast.native_lists import registered
-from polyamp.backends.torch.autocast.regions import Region
+from polyamp.backends.torch.autocast.regions import Region, current, number_of
 
 
 def prepare(region: Region, device_type: str) -> None:
     """Register kernels for the operators that a region overrides on a device type."""
+    number_of(region)  # if this fails, nothing was registered yet
     for name in PROMOTING & registered(device_type):
         leave_to_operator(name, device_type)
     for name in behaviours.overridden_without_rule(region, device_type):

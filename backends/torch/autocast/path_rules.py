@@ -26,7 +26,7 @@ from torch import nn
 
 from polyamp import plan
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast import custom, frames, overrides
+from polyamp.backends.torch.autocast import custom, overrides, regions
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES, MARKED, Marks, Region, mark_of, marks_here, set_marks
 from polyamp.backends.torch.tracking import ModuleHooks, Stack, paths_in
 from polyamp.errors import UnsupportedError, warn_once
@@ -130,7 +130,7 @@ def _rulable() -> Iterator[str]:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.running = Stack[frames.Frame | None]()
+        self.running = Stack[regions.Frame | None]()
         self.traced: list[tuple[int, Marks]] = []
         self.planned = 0  # running calls of compiled code whose graphs apply these rules without the hooks
 
@@ -141,7 +141,7 @@ _here = _Thread()
 @contextmanager
 def around_graphs(root: nn.Module | None) -> Iterator[None]:
     """Surround a call of compiled code whose graphs apply the rules; the hooks only apply them between the graphs."""
-    region = frames.current()
+    region = regions.current()
     if root is not None and region is not None:
         name_modules(root, region)
     _here.planned += 1
@@ -167,7 +167,7 @@ def _after(module: nn.Module, inputs: Any, output: Any) -> None:
     if not torch.compiler.is_compiling():
         frame = _here.running.pop(module)
         if frame is not None:
-            frames.leave(frame)
+            regions.leave(frame)
         return
     marks = _marks_behind(id(module)) if _may_change_regions() else None
     if marks is not None:
@@ -179,13 +179,13 @@ HOOKS = ModuleHooks(_before, _after)
 
 
 def _enter(module: nn.Module) -> None:
-    region = frames.current()
+    region = regions.current()
     if region is not None and region.rules:
         _stay_for_another_run()
     running = _here.running.root
     root = module if running is None else running
     inside = None if region is None else _region_in(module, region, root)
-    _here.running.push(module, None if inside is None else frames.enter(inside))
+    _here.running.push(module, None if inside is None else regions.enter(inside))
 
 
 def _stay_for_another_run() -> None:
@@ -193,7 +193,7 @@ def _stay_for_another_run() -> None:
     graph = unstable.checkpointing()
     if graph is not None:
         HOOKS.stay_for(graph)
-    elif frames.lost_gradients():  # reentrant checkpointing, whose graph is not known here
+    elif regions.lost_gradients():  # reentrant checkpointing, whose graph is not known here
         HOOKS.stay()
 
 
@@ -204,7 +204,7 @@ def _stay_for_another_run() -> None:
 
 @unstable.constant_when_compiled
 def _may_change_regions() -> bool:
-    region = frames.current()
+    region = regions.current()
     whole = None if region is None else region.whole
     if whole is None or not whole.rules:
         return False
@@ -215,7 +215,7 @@ def _may_change_regions() -> bool:
 @unstable.constant_when_compiled
 def _marks_within(module_id: int) -> Marks | None:
     """Return the marks to set before a module; None if its region is the one around it."""
-    region, module = frames.current(), unstable.object_with_id(module_id)
+    region, module = regions.current(), unstable.object_with_id(module_id)
     inside = None if region is None else _region_in(module, region, module)
     if inside is None:
         return None

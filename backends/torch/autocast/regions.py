@@ -1,27 +1,45 @@
-"""The autocast regions of a process: what each does, its number, and its mark in native autocast's own state.
+"""The autocast regions of a process, their numbers and marks, and the region that each thread is in.
 
-A `Region` is the part of a policy that operations need. Equal policies share one. `frames` has the regions that a
-thread is in, `history` those in which autograd's nodes were recorded.
+A `Region` is the part of a policy that operations need; equal policies share one. Each entered region is a `Frame` on
+its thread's stack. `current` answers for an overridden operation, in this order:
 
-Compiled code needs a mark of its region. Dynamo guards what it compiles by native autocast's state, such as the dtype
-for each device type; it does not look at Python's variables. So polyamp writes the number of the region into that
-state, as the autocast dtypes of two device types that this machine does not have (`MARKED`). With dtypes numbered in
-alphabetical order, the mark of region 3 is ``(_DTYPES[6], _DTYPES[0])``, and code that was compiled in region 2 is
-compiled again in region 3. ``(_DTYPES[7], _DTYPES[0])`` marks region 3 where compiled code itself enters it, since that
-code has no Python state when it runs.
+1. The innermost frame, if native autocast's state is still as `enter` left it.
+2. If it is not, the region of the marks in that state: compiled code entered it, without any Python.
+3. In a backward pass, the region in which the running node was recorded: checkpointing runs a function again.
+4. None: the user's own `torch.autocast` region is innermost, or no region was entered.
+
+For example::
+
+    with autocast(policy):                        # one frame, with the policy's region
+        torch.softmax(x, 0)                       # current() is that region (1)
+        with torch.autocast("cpu", enabled=False):
+            torch.softmax(x, 0)                   # None (4): nested one deeper than the frame
+        loss = checkpoint(block, x)
+    loss.backward()                               # block runs again: the region by the node's number (3)
+
+The compiled kernels know the innermost frame without asking Python: they are told of every change.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import islice
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from polyamp.backends.torch import unstable
 from polyamp.errors import InvalidValueError
 from polyamp.flow import Rule
+
+if TYPE_CHECKING:
+    from polyamp.backends.torch.autocast.boxed import Kernels
+    from polyamp.policies import Policy
 
 
 def _accelerator() -> str | None:
@@ -48,7 +66,38 @@ class Region(NamedTuple):
         return Region(self.dtype, self.rules_outside) if self.rules_outside else self
 
 
-# Numbers and marks.
+_numbers: dict[Region, int] = {}
+_lock = threading.Lock()
+
+
+def numbered(number: int) -> Region:
+    """Return the region with a number."""
+    return next(islice(_numbers, number, None))
+
+
+def number_of(region: Region) -> int:
+    """Return the number of a region, the next one for a new region."""
+    with _lock:
+        number = _numbers.setdefault(region, len(_numbers))
+    if number >= LIMIT:
+        raise InvalidValueError(
+            "too many policies with different rules in one process",
+            where="autocast(policy)",
+            found=f"more than {LIMIT}",
+            allowed=f"at most {LIMIT}",
+            fix="create each policy once and reuse it",
+        )
+    return number
+
+
+# --- marks ------------------------------------------------------------------------------------------------------------
+#
+# Compiled code needs a mark of its region. Dynamo guards what it compiles by native autocast's state, such as the dtype
+# for each device type; it does not look at Python's variables. The dtypes of this machine's device types are formats,
+# so the number of the region is written into those of two others (`MARKED`), once a program begins to compile code.
+# With dtypes in alphabetical order, `_DTYPES[6]` is the first part of region 3's mark, and code that was compiled in
+# region 2 is compiled again in region 3. `_DTYPES[7]` marks region 3 where compiled code itself enters it, since that
+# code has no Python state when it runs. The second part is another one only for a number that needs two digits.
 
 Marks = tuple[torch.dtype, torch.dtype]
 
@@ -59,54 +108,23 @@ _DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.d
 
 LIMIT = len(_DTYPES) ** 2 // 2  # the number of different regions that a process can have
 
-_numbers: dict[Region, int] = {}
-_of_mark: dict[Marks, Region] = {}
+BY_MARK: dict[Marks, Region] = {}
 _traced: set[Marks] = set()
-_lock = threading.Lock()
+_marking = False  # whether this program compiles code
 
 
-def number_of(region: Region) -> int:
-    """Return the number of a region that has a mark."""
-    return _numbers[region]
-
-
-def numbered(number: int) -> Region:
-    """Return the region with a number."""
-    return next(islice(_numbers, number, None))
-
-
+@cache
 def mark_of(region: Region | None, *, traced: bool = False) -> Marks:
     """Return the mark of a region; a region that is entered inside compiled code has another one."""
     if region is None:
         return UNMARKED
-    with _lock:
-        number = _numbers.setdefault(region, len(_numbers))
-        new = number == len(_numbers) - 1
-    if new:
-        tag_caches(repr(region))
-    page, line = divmod(2 * number + traced, len(_DTYPES))
-    if page >= len(_DTYPES):
-        raise _too_many()
-    mark = _DTYPES[line], _DTYPES[page]
-    _of_mark[mark] = region
+    page, line = divmod(2 * number_of(region) + traced, len(_DTYPES))
+    mark = _DTYPES[line], _DTYPES[page] if page else UNMARKED[1]
+    BY_MARK[mark] = region
+    tag_caches(repr(region))
     if traced:
         _traced.add(mark)
     return mark
-
-
-def marked(marks: Marks) -> Region | None:
-    """Return the region that has these marks."""
-    return _of_mark.get(marks)
-
-
-def traced_region(marks: Marks) -> Region | None:
-    """Return the region that compiled code entered with these marks; None for all other marks."""
-    return _of_mark[marks] if marks in _traced else None
-
-
-def may_be_traced() -> bool:
-    """Return whether any region was ever entered inside compiled code."""
-    return bool(_traced)
 
 
 def marks_here() -> Marks:
@@ -114,20 +132,13 @@ def marks_here() -> Marks:
     return torch.get_autocast_dtype(MARKED[0]), torch.get_autocast_dtype(MARKED[1])
 
 
-def set_marks(marks: Marks) -> None:
+def set_marks(marks: Marks, before: Marks | None = None) -> None:
     """Set the marks in this thread's native autocast."""
-    for device, dtype in zip(MARKED, marks, strict=True):
-        torch.set_autocast_dtype(device, dtype)
-
-
-def _too_many() -> InvalidValueError:
-    return InvalidValueError(
-        "too many policies with different rules in one process",
-        where="autocast(policy)",
-        found=f"more than {LIMIT}",
-        allowed=f"at most {LIMIT}",
-        fix="create each policy once and reuse it",
-    )
+    on = marks not in _traced  # Dynamo only looks at the dtypes of what is on
+    for device, dtype, unmarked, there in zip(MARKED, marks, UNMARKED, before or (None, None), strict=True):
+        if dtype is not there:
+            torch.set_autocast_dtype(device, dtype)
+            torch.set_autocast_enabled(device, on and dtype is not unmarked)
 
 
 _registered: list[str] = []
@@ -143,3 +154,243 @@ def tag_caches(registration: str) -> None:
     users = torch.compiler.config.cache_key_tag.removesuffix(_tag)
     _tag = f"|polyamp {hashlib.sha256(repr(_registered).encode()).hexdigest()[:16]}"
     torch.compiler.config.cache_key_tag = users + _tag
+
+
+# --- the region of an autograd node -----------------------------------------------------------------------------------
+
+
+class History:
+    """The regions in which a thread recorded autograd's nodes.
+
+    Checkpointing drops what a function computes and runs it again in the backward pass, which may be outside of the
+    region and in another thread. PyTorch restores native autocast's state for that run, but not polyamp's. Each node
+    has a number that grows in the thread that recorded it, and the running node's number is known; so a thread notes
+    from which number on it was in which region:
+
+    >>> history = History()
+    >>> history.add(10, Region(torch.float16))
+    >>> history.add(20, None)
+    >>> history.region_at(5), history.region_at(15).dtype, history.region_at(25)
+    (None, torch.float16, None)
+    """
+
+    LONGEST = 1 << 12
+
+    def __init__(self) -> None:
+        self.numbers = [-1]
+        self.regions: list[Region | None] = [None]
+
+    def add(self, number: int, region: Region | None) -> None:
+        """Note that nodes are recorded in a region from this number on; None is outside of regions."""
+        numbers, regions = self.numbers, self.regions
+        if numbers[-1] == number:
+            regions[-1] = region
+            return
+        if len(numbers) == 1:
+            _histories.append(self)
+        if len(numbers) == self.LONGEST:
+            del numbers[: self.LONGEST // 2], regions[: self.LONGEST // 2]
+        numbers.append(number)
+        regions.append(region)
+
+    def region_at(self, number: int) -> Region | None:
+        """Return the region in which the node with a number was recorded; None outside of regions, or if not known."""
+        return self.regions[max(0, bisect_right(self.numbers, number) - 1)]
+
+
+_histories: deque[History] = deque(maxlen=64)  # also of threads that may have ended before the backward pass
+
+
+# --- the region that a thread is in -----------------------------------------------------------------------------------
+
+
+class Frame:
+    """One entered region of a thread, with what `leave` restores."""
+
+    __slots__ = (
+        "again",
+        "before",
+        "casts",
+        "depth",
+        "grad",
+        "marks",
+        "native",
+        "outer",
+        "recorded",
+        "region",
+        "state",
+        "undo",
+    )
+
+    region: Region | None
+    outer: Frame | None
+    casts: dict[Any, Any]  # of weights, until the outermost region ends
+    native: list[tuple[str, bool, torch.dtype]]  # native autocast before, for each device type that was entered
+    depth: int  # number of native regions around code in this one
+    marks: Marks
+    before: Marks
+    grad: bool
+    recorded: Region | None  # the region in which a node that is recorded in this one runs again
+    again: bool  # in a backward pass: a checkpointed function runs a second time, and that is the last
+    state: int  # of native autocast in the compiled kernels
+    undo: Callable[[], None] | None
+
+
+class Thread:
+    """What is known of a thread: the region that it is in, and those in which it recorded autograd's nodes."""
+
+    __slots__ = ("count", "frame", "history", "policy")
+
+    def __init__(self) -> None:
+        self.frame: Frame | None = None
+        self.history = History()
+        # the last outermost region that was entered with gradients on: its policy, and the number of them
+        self.policy: Policy | None = None
+        self.count = 0
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.thread = Thread()
+
+    policy = property(lambda self: self.thread.policy)
+    count = property(lambda self: self.thread.count)
+
+
+HERE = LAST = _Local()
+_kernels: Kernels | None = None
+
+
+def tell(kernels: Kernels) -> None:
+    """Tell the compiled kernels of every region that is entered or left from now on."""
+    global _kernels
+    _kernels = kernels
+
+
+@unstable.never_compiled
+def enter(region: Region | None, device_types: Iterable[str] = ()) -> Frame:
+    """Make a region this thread's innermost one, and enter native autocast on device types; `leave` undoes both."""
+    here = HERE.thread
+    outer = here.frame
+    frame = here.frame = Frame()
+    frame.region, frame.outer, frame.grad = region, outer, torch.is_grad_enabled()
+    frame.casts = {} if outer is None else outer.casts
+    # what `torch.autocast` does, in half of the time
+    frame.native, depth = [], 0
+    for device in device_types:
+        frame.native.append((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
+        torch.set_autocast_enabled(device, region is not None)
+        torch.set_autocast_dtype(device, torch.bfloat16 if region is None else region.dtype)
+        depth = torch.autocast_increment_nesting()
+    frame.depth = depth or nesting()
+    frame.marks = frame.before = UNMARKED
+    frame.undo = None
+    if _marking:
+        _mark(frame)
+    # a checkpointed function enters its own region once more when it runs again
+    frame.recorded = region
+    if unstable.checkpointing() is not None:
+        frame.recorded = None if outer is None else outer.recorded
+    frame.state = 0
+    if _kernels is not None:
+        frame.state = _kernels.state()
+        _kernels.become(_NO_REGION if region is None else _numbers[region], frame.state)
+    frame.again = _running() != -1
+    if not frame.again:
+        here.history.add(_next_number(), frame.recorded)
+    return frame
+
+
+@unstable.never_compiled
+def leave(frame: Frame) -> None:
+    """Undo `enter`."""
+    if frame.marks is not frame.before:
+        set_marks(frame.before, frame.marks)
+    for device, enabled, dtype in frame.native:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(device, enabled)
+        torch.set_autocast_dtype(device, dtype)
+    here, outer = HERE.thread, frame.outer
+    here.frame = outer
+    if _kernels is not None:
+        if outer is None:
+            _kernels.become(_OUTSIDE, 0)
+        else:
+            _kernels.become(_NO_REGION if outer.region is None else _numbers[outer.region], outer.state)
+    if not frame.again:
+        here.history.add(_next_number(), None if outer is None else outer.recorded)
+    if frame.undo is not None:
+        frame.undo()
+
+
+_running, _next_number = unstable.running_graph_task, unstable.next_sequence_number
+_NO_REGION, _OUTSIDE, _MARKS = -1, -3, 0xFFFF  # as in csrc/autocast.cpp
+
+
+def _mark(frame: Frame) -> None:
+    """Mark the region of this frame for compiled code."""
+    frame.marks, frame.before = mark_of(frame.region), marks_here()
+    set_marks(frame.marks, frame.before)
+    frame.undo = unstable.trace_backward_without_autocast() if frame.outer is None else None
+
+
+@cache
+def watch_compilation() -> None:
+    """Mark regions as soon as this program compiles code; also those that the compiling thread is in then."""
+    unstable.before_compiling(_begin_marking)
+
+
+def _begin_marking() -> None:
+    global _marking
+    if _marking:
+        return
+    _marking = True
+    frames, frame = [], HERE.thread.frame
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.outer
+    for frame in reversed(frames):
+        _mark(frame)
+        if _kernels is not None:
+            frame.state = (frame.state & ~_MARKS) | (_kernels.state() & _MARKS)
+            _kernels.become(_NO_REGION if frame.region is None else _numbers[frame.region], frame.state)
+
+
+def current(device_type: str = "cpu") -> Region | None:
+    """Return the region that an operation on a device type runs in; None in native autocast's own regions."""
+    frame = HERE.thread.frame
+    marks = marks_here() if _marking or _traced else UNMARKED
+    if frame is not None and frame.marks == marks and frame.depth == nesting():
+        return frame.region
+    region = BY_MARK[marks] if marks in _traced else None
+    if region is None:
+        number = unstable.running_sequence_number()
+        region = None if number is None else _recorded(number)
+    return region if region is not None and region.dtype == torch.get_autocast_dtype(device_type) else None
+
+
+def lost_gradients() -> bool:
+    """Return whether gradients were turned off inside the region, as reentrant checkpointing does for its functions."""
+    frame = HERE.thread.frame
+    return frame is not None and frame.grad and not torch.is_grad_enabled()
+
+
+def casts_here() -> dict[Any, Any] | None:
+    """Return the casts that are kept until this thread's outermost region ends; None outside of regions."""
+    return None if HERE.thread.frame is None else HERE.thread.frame.casts
+
+
+def nesting() -> int:
+    """Return how many native autocast regions this thread is in; enabled or not."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _recorded(number: int) -> Region | None:
+    """Return the region in which a node was recorded, or in which its checkpointed function was called."""
+    # A node's number does not tell which thread recorded it. This thread's history comes first, since the CPU's
+    # backward pass runs in the thread that called it.
+    histories = [HERE.thread.history] if len(HERE.thread.history.numbers) > 1 else reversed(_histories)
+    found = (history.region_at(number) for history in histories)
+    return next((region for region in found if region is not None), None)

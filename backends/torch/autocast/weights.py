@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast import boxed, frames
+from polyamp.backends.torch.autocast import boxed, regions
 
 # Operators that update their first argument. Activation functions in place (relu_, sigmoid_, dropout_) are left out:
 # nobody applies them to weights.
@@ -38,7 +38,7 @@ class _Cast(NamedTuple):
 
 def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a leaf that requires gradients; return the earlier cast if nothing changed the leaf in this region."""
-    casts = None if torch.compiler.is_compiling() else frames.casts_here()
+    casts = None if torch.compiler.is_compiling() else regions.casts_here()
     if casts is None or type(weight) not in (Tensor, nn.Parameter):
         return weight.to(dtype)
     if unstable.is_transformed() or not torch.is_autocast_cache_enabled():
@@ -53,7 +53,7 @@ def cast_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def forget_casts() -> None:
     """Drop this thread's casts and native autocast's."""
-    casts = frames.casts_here()
+    casts = regions.casts_here()
     if casts:
         casts.clear()
     torch.clear_autocast_cache()

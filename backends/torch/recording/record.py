@@ -16,8 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast.context import autocast
-from polyamp.backends.torch.autocast.frames import nesting
-from polyamp.backends.torch.autocast.regions import ACCELERATOR
+from polyamp.backends.torch.autocast.regions import ACCELERATOR, nesting
 from polyamp.backends.torch.autocast.weights import forget_casts
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import Recorder, UpdateBegins

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.autocast.context import LAST
+from polyamp.backends.torch.autocast.regions import LAST
 from polyamp.backends.torch.recording.reach import is_recorded
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.wrapped import WrappedOptimizer

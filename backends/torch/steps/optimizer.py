@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.autocast.context import LAST
+from polyamp.backends.torch.autocast.regions import LAST
 from polyamp.backends.torch.recording.reach import update_begins
 from polyamp.backends.torch.sharding import check_groups
 from polyamp.backends.torch.steps import checkpoints, overflow, refusals, saving

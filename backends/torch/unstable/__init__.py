@@ -15,6 +15,7 @@ from polyamp.backends.torch.unstable.fakes import (
 )
 from polyamp.backends.torch.unstable.graphs import (
     aten_graph,
+    before_compiling,
     call_around_tracing,
     capture_errors,
     capturing,
@@ -49,6 +50,7 @@ from polyamp.backends.torch.unstable.operators import (
     object_with_id,
     overloads_of,
     registered_operators,
+    running_graph_task,
     running_node,
     running_sequence_number,
     schema_arguments,
@@ -86,6 +88,7 @@ __all__ = [
     "aten_graph",
     "backward_runs",
     "before_clipping",
+    "before_compiling",
     "call_around_tracing",
     "capture_errors",
     "capturing",
@@ -128,6 +131,7 @@ __all__ = [
     "registered_children",
     "registered_operators",
     "run_with_step_hooks",
+    "running_graph_task",
     "running_node",
     "running_sequence_number",
     "same_symbol",

@@ -8,12 +8,15 @@ from __future__ import annotations
 import inspect
 import linecache
 import logging
+import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from contextvars import ContextVar
+from functools import cache, partial, wraps
+from importlib.abc import MetaPathFinder
 from typing import Any, TypeVar, cast
 
 import torch
@@ -308,8 +311,62 @@ def trace_backward_without_autocast() -> Callable[[], None] | None:
     # float16 (pytorch #153044). A user's own setting is kept; then return None.
     from torch._functorch import config
 
-    before = config.backward_pass_autocast
-    if before not in ("same_as_forward", "default"):
+    override = config._config["backward_pass_autocast"].user_override
+    before = override.get() if isinstance(override, ContextVar) else config.backward_pass_autocast
+    if before not in (_unset(), "same_as_forward", "default"):
         return None
-    config.backward_pass_autocast = "off"
-    return lambda: setattr(config, "backward_pass_autocast", before)
+    _set_backward_autocast("off")
+    return partial(_set_backward_autocast, before)
+
+
+def _set_backward_autocast(value: Any) -> None:
+    config = torch._functorch.config
+    override = config._config["backward_pass_autocast"].user_override
+    if isinstance(override, ContextVar):  # since torch 2.13; what the attribute does, in a fifth of the time
+        override.set(value)
+        config._hash_dirty_var.set(True)
+        config._mark_get_dict_dirty("backward_pass_autocast")
+    else:
+        config.backward_pass_autocast = value
+
+
+@cache
+def _unset() -> Any:
+    from torch.utils import _config_module
+
+    return _config_module._UNSET_SENTINEL
+
+
+def before_compiling(begin: Callable[[], None]) -> None:
+    """Call a function before this program compiles code: now, if `torch.compile` was called, or when it will be."""
+    # Nothing public reports this. Dynamo keeps the backends of all compiled functions. If it is not loaded yet, nobody
+    # can be asked later, since it may be imported and used at once; so then its import counts.
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    backends = getattr(eval_frame, "cached_backends", None)
+    if eval_frame is None:
+        sys.meta_path.insert(0, _BeforeDynamo(begin))
+    elif backends is None or eval_frame.TorchPatcher.patch.cache_info().currsize:
+        begin()
+    else:
+        eval_frame.cached_backends = _Backends(backends, begin)
+
+
+class _Backends(dict[int, Any]):
+    def __init__(self, backends: dict[int, Any], begin: Callable[[], None]) -> None:
+        super().__init__(backends)
+        self._begin = begin
+
+    def setdefault(self, key: int, backend: Any = None) -> Any:
+        if backend is not None:  # None is for code that is not to be compiled
+            self._begin()
+        return super().setdefault(key, backend)
+
+
+class _BeforeDynamo(MetaPathFinder):
+    def __init__(self, begin: Callable[[], None]) -> None:
+        self._begin = begin
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        if name == "torch._dynamo":
+            sys.meta_path.remove(self)
+            self._begin()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import gc
 import weakref
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import polyamp
 import polyamp.backends.torch as amp
 from polyamp.backends.torch import autocast
+from polyamp.backends.torch.autocast import regions
 from polyamp.errors import UnsupportedError
 
 A = torch.ones(2, 2)
@@ -88,12 +90,12 @@ def test_eight_bits_are_refused() -> None:
 
 
 def test_entering_at_every_step_leaves_nothing_behind() -> None:
-    def variables() -> int:
+    def step() -> tuple[int, int]:
         with polyamp.autocast("mixed_bfloat16"):
-            pass
-        return len(contextvars.copy_context())
+            (A.clone().requires_grad_() * 2).sum().backward()
+        return len(contextvars.copy_context()), sum(isinstance(one, regions.Frame) for one in gc.get_objects())
 
-    assert variables() == variables()
+    assert step() == step()
 
 
 def test_the_adapters_own_takes_a_name_and_decorates() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,6 +112,35 @@ def test_graph_breaks_inside_a_region_keep_its_policy() -> None:
     for policy in (LOWER, NATIVE, LOWER):
         assert [value.dtype for value in fn(X, policy)] == [EXPECTED[policy]] * 2
     assert not torch.is_autocast_enabled("cpu")
+
+
+FRESH = """
+import sys, torch, polyamp
+{first}
+def is_marked():
+    return any(map(torch.is_autocast_enabled, ("ipu", "maia", "hpu")))
+def softmax(x):
+    return torch.softmax(x, -1)
+x, low = torch.ones(2, 4), polyamp.policy("mixed_bfloat16", rules={{"softmax": "lower"}})
+with polyamp.autocast(low), polyamp.autocast(low):
+    softmax(x)
+    assert not is_marked()
+    compiled = torch.compile(softmax, backend="eager", fullgraph=True)
+    assert is_marked()
+    assert compiled(x).dtype == torch.bfloat16
+    assert torch._functorch.config.backward_pass_autocast == "off"
+assert not is_marked()
+assert torch._functorch.config.backward_pass_autocast == "same_as_forward"
+assert not any(type(finder).__module__.startswith("polyamp.") for finder in sys.meta_path)
+with torch.autocast("cpu", torch.bfloat16):
+    assert compiled(x).dtype == torch.float32
+"""
+
+
+@pytest.mark.parametrize("first", ["", "torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)"])
+def test_only_a_program_that_compiles_marks_its_regions(first: str) -> None:
+    """Without it they change nothing but what torch.autocast changes. An optimizer imports Dynamo."""
+    subprocess.run([sys.executable, "-c", FRESH.format(first=first)], check=True)
 
 
 class Model(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import polyamp
-from polyamp.backends.torch.autocast import frames
+from polyamp.backends.torch.autocast import regions
 from support.harness_torch import casts_of
 
 pytestmark = pytest.mark.usefixtures("module_hooks_of_its_own")
@@ -126,7 +126,7 @@ def test_casts_end_with_the_outermost_region() -> None:
         assert casts_of(run) == first - 2
     with polyamp.autocast(OVERRIDDEN):
         assert casts_of(run) == first
-    assert frames.casts_here() is None
+    assert regions.casts_here() is None
 
 
 def test_activations_are_updated_as_ever() -> None:

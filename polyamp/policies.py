@@ -415,7 +415,8 @@ def policy(
     where = "policy(spec)"
     if mistaken:
         raise unknown_options([*mistaken], _ARGUMENTS, where=where, elsewhere=_OF_JMP)
-    if param is compute is output is rules is loss_scale is name is None:
+    without_more = rules is None and loss_scale is None and name is None
+    if without_more and param is None and compute is None and output is None:
         if isinstance(spec, Policy):
             return spec
         if isinstance(spec, str) and spec in _BY_WORD:

@@ -5,6 +5,7 @@ Each function states why there is no public way.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import linecache
 import logging
@@ -309,9 +310,7 @@ def trace_backward_without_autocast() -> Callable[[], None] | None:
     """Make AOTAutograd trace backward passes without autocast, as eager code runs them; return an undo function."""
     # By default it traces them in the region around the compiled function, where gradients of float32 work overflow
     # float16 (pytorch #153044). A user's own setting is kept; then return None.
-    from torch._functorch import config
-
-    override = config._config["backward_pass_autocast"].user_override
+    config, override = _backward_setting()
     before = override.get() if isinstance(override, ContextVar) else config.backward_pass_autocast
     if before not in (_unset(), "same_as_forward", "default"):
         return None
@@ -320,14 +319,21 @@ def trace_backward_without_autocast() -> Callable[[], None] | None:
 
 
 def _set_backward_autocast(value: Any) -> None:
-    config = torch._functorch.config
-    override = config._config["backward_pass_autocast"].user_override
+    config, override = _backward_setting()
     if isinstance(override, ContextVar):  # since torch 2.13; what the attribute does, in a fifth of the time
         override.set(value)
         config._hash_dirty_var.set(True)
-        config._mark_get_dict_dirty("backward_pass_autocast")
+        config._mark_get_dict_dirty(_BACKWARD)
     else:
         config.backward_pass_autocast = value
+
+
+_BACKWARD = "backward_pass_autocast"
+
+
+def _backward_setting() -> tuple[Any, Any]:
+    config: Any = importlib.import_module("torch._functorch.config")
+    return config, config._config[_BACKWARD].user_override
 
 
 @cache
@@ -341,7 +347,7 @@ def before_compiling(begin: Callable[[], None]) -> None:
     """Call a function before this program compiles code: now, if `torch.compile` was called, or when it will be."""
     # Nothing public reports this. Dynamo keeps the backends of all compiled functions. If it is not loaded yet, nobody
     # can be asked later, since it may be imported and used at once; so then its import counts.
-    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
     backends = getattr(eval_frame, "cached_backends", None)
     if eval_frame is None:
         sys.meta_path.insert(0, _BeforeDynamo(begin))

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from polyamp.errors import InvalidValueError
 from polyamp.formats import Format, format_of
 from polyamp.report import power
 
@@ -55,15 +54,6 @@ class Spread:
     # from ``2**e`` up to, but not including, ``2**(e + 1)``
     counts: tuple[int, ...]
     mass: tuple[float, ...]  # sum of the magnitudes of those elements
-
-    def __post_init__(self) -> None:
-        if not len(self.counts) == len(self.mass) == HIGHEST - LOWEST + 1:
-            raise InvalidValueError(
-                "not a histogram of exponents",
-                where="Spread(counts, mass)",
-                found=f"{len(self.counts)} counts and {len(self.mass)} masses",
-                allowed=f"{HIGHEST - LOWEST + 1} of each, one for every exponent of finite float32",
-            )
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
@@ -124,23 +114,23 @@ class Spread:
         """Return whether no element is inf or NaN."""
         return not (self.inf or self.nan)
 
-    def flushed(self, format_name: str, scale: float = 1.0) -> float:
-        """Return the share of elements, times ``scale`` (a power of two), that a format rounds to zero."""
+    def flushed(self, format_name: str) -> float:
+        """Return the share of elements that a format rounds to zero."""
         # Zeros do not count, since nothing of them is lost. A magnitude of exactly half the smallest subnormal also
         # rounds to zero but counts as kept, because other magnitudes with its exponent are kept.
-        return _share(self.counts[: self._flushed_bins(format_of(format_name), scale)], self.seen)
+        return _share(self.counts[: self._flushed_bins(format_of(format_name))], self.seen)
 
-    def lost(self, format_name: str, scale: float = 1.0) -> float:
+    def lost(self, format_name: str) -> float:
         """Return the share of the sum of magnitudes (L1) that `flushed` elements have: what the update lacks."""
-        return _share(self.mass[: self._flushed_bins(format_of(format_name), scale)], math.fsum(self.mass))
+        return _share(self.mass[: self._flushed_bins(format_of(format_name))], math.fsum(self.mass))
 
-    def headroom(self, format_name: str, scale: float = 1.0) -> float:
-        """Return by how many powers of two the largest magnitude, times ``scale``, can grow before it overflows."""
+    def headroom(self, format_name: str) -> float:
+        """Return by how many powers of two the largest magnitude can grow before it overflows."""
         if not self.is_finite:
             return -math.inf
         if not self.largest:
             return math.inf
-        return math.log2(format_of(format_name).max) - math.log2(self.largest) - math.log2(scale)
+        return math.log2(format_of(format_name).max) - math.log2(self.largest)
 
     def smallest_scale(self, format_name: str, tolerance: float) -> float:
         """Return the smallest power of two at which a format loses at most this share of the L1 mass; 0 for zeros."""
@@ -162,8 +152,8 @@ class Spread:
         names = ("elements", "seen", "zeros", "inf", "nan", "largest")
         return {**{name: getattr(self, name) for name in names}, "exponents": exponents}
 
-    def _flushed_bins(self, found: Format, scale: float) -> int:
-        return max(0, _flush_exponent(found) - round(math.log2(scale)) - LOWEST)
+    def _flushed_bins(self, found: Format) -> int:
+        return max(0, _flush_exponent(found) - LOWEST)
 
 
 class Window(NamedTuple):

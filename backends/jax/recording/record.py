@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -40,28 +41,25 @@ def record(
     # one of the last eight is not compiled again.
     traced, arrays = traced_step(step, args, kwargs, policy)
     arrays, own_scale = traced.scaled(arrays, scale)
-    run = _compiled(_Program(traced, policy, widened))
-    samples, loss = jax.device_get(run.samples(arrays, unstable.opened(traced.closed)[1]))
+    jaxpr, constants = unstable.opened(traced.closed)
+    run = _compiled(_Program(jaxpr, unstable.fingerprint(traced.closed), policy, widened, *traced[2:]))
+    samples, loss = jax.device_get(run.samples(arrays, constants))
     own_loss = None if loss is None else float(loss)
     observations = _observations(run.records, samples)
     return Recording("jax", str(policy), own_loss, own_scale, observations, traced.differentiates)
 
 
+@dataclass(frozen=True)
 class _Program:
     """A program to compile; it equals another one that computes the same."""
 
-    def __init__(self, step: TracedStep, policy: Policy, widened: bool) -> None:
-        self.jaxpr, _ = unstable.opened(step.closed)
-        self.policy, self.widened = policy, widened
-        self.scale_index, self.loss_index, self.parameters = step.scale_index, step.loss_index, tuple(step.parameters)
-        text = unstable.fingerprint(step.closed)
-        self._known = (text, policy, widened, self.scale_index, self.loss_index, self.parameters)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Program) and self._known == other._known
-
-    def __hash__(self) -> int:
-        return hash(self._known)
+    jaxpr: Any = field(compare=False)
+    text: str
+    policy: Policy
+    widened: bool
+    scale_index: int | None
+    loss_index: int | None
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class _Run:

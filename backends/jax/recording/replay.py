@@ -103,8 +103,10 @@ class Replay:
         self._turned_back = self._turned_back or place.backward
         if self._is_after(place):
             values = self.leave(values, place)
-        handler = HANDLERS.get(equation.primitive.name)
-        results = handler(self, equation, values, place, uses) if handler else None
+        name = equation.primitive.name
+        if name in _INLINED:
+            return self.run(equation.params[_INLINED[name]], values, place, uses)
+        results = HANDLERS[name](self, equation, values, place) if name in HANDLERS else None
         return self._operation(equation, values, place, uses) if results is None else results
 
     def _is_after(self, place: Place) -> bool:
@@ -175,19 +177,19 @@ def _format(variable: Any) -> str:
     return dtype.name if dtype is not None and dtype.name in FORMATS else ""
 
 
-Handler = Callable[[Replay, Any, list[Evaluated], Place, Sequence[bool]], list[Evaluated] | None]
+_INLINED = {
+    "jit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "remat_opt": "fwd_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vmap_call": "call",
+}
+"""For calls, the parameter whose equations are evaluated in place of the call."""
+
+Handler = Callable[[Replay, Any, list[Evaluated], Place], list[Evaluated] | None]
 """Returns the outputs of an equation, or None if the caller must evaluate it as an operation."""
-
-
-def _inlined(key: str) -> Handler:
-    """Return a handler that evaluates the equations of a call in place of the call."""
-
-    def call(
-        replay: Replay, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]
-    ) -> list[Evaluated]:
-        return replay.run(equation.params[key], values, place, uses)
-
-    return call
 
 
 class _Part:
@@ -220,9 +222,7 @@ class _Part:
         return [value.elsewhere()._replace(array=array) for value, array in zip(self.outputs, arrays, strict=True)]
 
 
-def _scan(
-    replay: Replay, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]
-) -> list[Evaluated]:
+def _scan(replay: Replay, equation: Any, values: list[Evaluated], place: Place) -> list[Evaluated]:
     params = equation.params
     fixed, carried = unstable.loop_parts(params)
     constants, moving = values[:fixed], _scaled_alike(values[fixed:])
@@ -240,9 +240,7 @@ def _scan(
     return part.results([*last, *outputs], samples)
 
 
-def _while(
-    replay: Replay, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]
-) -> list[Evaluated]:
+def _while(replay: Replay, equation: Any, values: list[Evaluated], place: Place) -> list[Evaluated]:
     """Record a while loop: all iterations count in the totals, and the last one is sampled."""
     params = equation.params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -263,9 +261,7 @@ def _while(
     return part.results(last, samples)
 
 
-def _cond(
-    replay: Replay, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]
-) -> list[Evaluated]:
+def _cond(replay: Replay, equation: Any, values: list[Evaluated], place: Place) -> list[Evaluated]:
     index, operands = values[0].array, values[1:]
     parts = [_Part(replay, branch, place) for branch in equation.params["branches"]]
     empty = [part.nothing(operands) for part in parts]
@@ -290,9 +286,7 @@ def _either(outputs: Sequence[Evaluated]) -> Evaluated:
     )
 
 
-def _shard_map(
-    replay: Replay, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]
-) -> list[Evaluated]:
+def _shard_map(replay: Replay, equation: Any, values: list[Evaluated], place: Place) -> list[Evaluated]:
     """Record a ``shard_map``: every device returns its own samples, like the iterations of a loop."""
     params = equation.params
     axes = unstable.manual_axes(params)
@@ -313,18 +307,11 @@ def _shard_map(
     return part.results(*mapped(*_arrays(values)))
 
 
-def _name(replay: Replay, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]) -> None:
+def _name(replay: Replay, equation: Any, values: list[Evaluated], place: Place) -> None:
     replay.named(values[0], equation.params["name"], place)
 
 
 HANDLERS: dict[str, Handler] = {
-    "jit": _inlined("jaxpr"),
-    "closed_call": _inlined("call_jaxpr"),
-    "remat2": _inlined("jaxpr"),
-    "remat_opt": _inlined("fwd_jaxpr"),
-    "custom_jvp_call": _inlined("call_jaxpr"),
-    "custom_vjp_call": _inlined("call_jaxpr"),
-    "custom_vmap_call": _inlined("call"),
     "scan": _scan,
     "while": _while,
     "cond": _cond,

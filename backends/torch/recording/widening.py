@@ -53,7 +53,7 @@ def run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         return op(*args, **kwargs)
     if op.is_view and not any(isinstance(one, Widened) for one in given):
         return op(*args, **kwargs)  # a view of a 16-bit parameter, which shares its memory
-    return _run(op, args, kwargs, _InFloat32 if _can_widen(op, given) else _InSixteenBits)
+    return _run(op, args, kwargs, wide=_can_widen(op, given))
 
 
 def run_as_it_is(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -62,46 +62,28 @@ def run_as_it_is(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     # their gradients would be float32, unlike on any other device.
     if not op.name().startswith("aten::mkldnn_rnn_layer"):
         return op(*args, **kwargs)
-    return _mapped(_InSixteenBits.of, run(op, args, kwargs))
+    return _mapped(_in_sixteen_bits, run(op, args, kwargs))
 
 
-class _InFloat32:
-    """Arguments in float32 for every 16-bit argument, and for a 16-bit ``dtype``."""
-
-    @staticmethod
-    def of(value: Any) -> Any:
-        if isinstance(value, Widened):
-            return value.value
-        if isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT:
-            return value.float()
-        return torch.float32 if _is_low(value) else value
-
-    @staticmethod
-    def dtypes(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: list[Tensor]) -> list[torch.dtype]:
-        return declared(op, args, kwargs, len(results))
+def _in_float32(value: Any) -> Any:
+    """Return the replacement for a 16-bit argument, or for a 16-bit ``dtype``; any other argument as it is."""
+    if isinstance(value, Widened):
+        return value.value
+    if isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT:
+        return value.float()
+    return torch.float32 if _is_low(value) else value
 
 
-class _InSixteenBits:
-    """Arguments in 16 bits, for kernels that support nothing else."""
-
-    @staticmethod
-    def of(value: Any) -> Any:
-        return value.value.to(value.dtype) if isinstance(value, Widened) else value
-
-    @staticmethod
-    def dtypes(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: list[Tensor]) -> list[torch.dtype]:
-        return [one.dtype for one in results]
+def _in_sixteen_bits(value: Any) -> Any:
+    return value.value.to(value.dtype) if isinstance(value, Widened) else value
 
 
-Form = type[_InFloat32] | type[_InSixteenBits]
-
-
-def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], form: Form) -> Any:
-    """Run an operator on replaced arguments, write its changes back, and wrap its results."""
+def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, wide: bool) -> Any:
+    """Run an operator in float32, or else in 16 bits; write its changes back, and wrap its results."""
     replaced: dict[int, tuple[Tensor, Tensor]] = {}  # each 16-bit argument and its replacement, by the latter's id
 
     def replace(value: Any) -> Any:
-        other = form.of(value)
+        other = _in_float32(value) if wide else _in_sixteen_bits(value)
         if isinstance(value, Tensor) and other is not value:
             replaced[id(other)] = (value, other)
         return other
@@ -111,7 +93,7 @@ def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], form: Form) ->
     if torch.Tag.inplace_view in op.tags:  # transpose_ and the like
         unstable.change_shape_alone(op, args, kwargs)
     results = [one for one in tensors([out]) if one.is_floating_point()]
-    dtypes = iter(form.dtypes(op, args, kwargs, results) if results else ())
+    dtypes = iter(declared(op, args, kwargs, len(results)) if wide and results else [one.dtype for one in results])
 
     def wrap(value: Any) -> Any:
         if not (isinstance(value, Tensor) and value.is_floating_point()):

@@ -107,13 +107,9 @@ class Verdict(Report):
         return next((place for place, one in enumerate(self.recording.observations) if one is self.first), 0)
 
     def _in_float32(self, wanted: Observation | None) -> Observation | None:
-        """Return the same tensor in the float32 run: the one of the same kind, place and turn at that place."""
-        if wanted is None:
-            return None
-        earlier = itertools.takewhile(lambda one: one is not wanted, self.recording.observations)
-        turn = sum(_key(one) == _key(wanted) for one in earlier)
-        same = (one for one in self.wide.observations if _key(one) == _key(wanted))
-        return next(itertools.islice(same, turn, None), None)
+        """Return the same tensor in the float32 run."""
+        same = (key for key, one in self.recording.numbered.items() if one is wanted)
+        return next(map(self.wide.numbered.get, same), None)
 
     @property
     def rules(self) -> dict[str, str]:
@@ -250,10 +246,6 @@ class Verdict(Report):
     def sentences(self) -> list[str]:
         """Return the verdict."""
         return [f"verdict: {self.advice}"]
-
-
-def _key(one: Observation) -> tuple[str, str]:
-    return one.kind, one.place
 
 
 def _row(one: Observation, name: str, is_first: bool) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from polyamp.diagnosis.spread import Spread
@@ -103,13 +104,17 @@ class Recording:
             found[key] = one if known is None else known._replace(spread=known.spread.merged(one.spread))
         return replace(self, observations=tuple(found.values()))
 
+    @cached_property
+    def numbered(self) -> dict[tuple[Kind, str, int], Observation]:
+        """Return the observations by kind, place, and the number of earlier ones of that kind at that place."""
+        seen, found = Counter[tuple[Kind, str]](), dict[tuple[Kind, str, int], Observation]()
+        for one in self.observations:
+            found[one.kind, one.place, seen[one.kind, one.place]] = one
+            seen[one.kind, one.place] += 1
+        return found
+
     @property
     def names(self) -> list[str]:
         """Return the place of each observation, numbered if several of a kind share it: ``cell/matmul[3]``."""
-        kinds = [(one.kind, one.place) for one in self.observations]
-        several, seen = Counter(kinds), Counter[tuple[str, str]]()
-        names = []
-        for kind, place in kinds:
-            names.append(f"{place}[{seen[kind, place]}]" if several[kind, place] > 1 else place)
-            seen[kind, place] += 1
-        return names
+        several = Counter((kind, place) for kind, place, _ in self.numbered)
+        return [f"{place}[{turn}]" if several[kind, place] > 1 else place for kind, place, turn in self.numbered]

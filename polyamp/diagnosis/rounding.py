@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from typing import Any, NamedTuple
 
 from polyamp.diagnosis.recording import ACTIVATION, Observation, Recording
@@ -42,14 +41,12 @@ def rounding(narrow: Recording, wide: Recording) -> Rounding | None:
     """Compare a step under the policy with the same step in float32; None if the values agree."""
     if narrow.loss is None or wide.loss is None or not differ(narrow.loss, wide.loss):
         return None
-    same = dict(_forward(wide))
-    for key, one in _forward(narrow):
-        other = same.get(key)
-        if other is None or one.spread.elements < 2 or not (one.spread.is_finite and other.spread.is_finite):
-            continue
-        mass, mass_float32 = math.fsum(one.spread.mass), math.fsum(other.spread.mass)
-        if differ(mass, mass_float32):
-            return Rounding(narrow.loss, wide.loss, one, mass, mass_float32)
+    for key, one in narrow.numbered.items():
+        other = wide.numbered.get(key)
+        if one.kind == ACTIVATION and one.spread.elements > 1 and other is not None:
+            mass, mass_float32 = math.fsum(one.spread.mass), math.fsum(other.spread.mass)
+            if one.spread.is_finite and other.spread.is_finite and differ(mass, mass_float32):
+                return Rounding(narrow.loss, wide.loss, one, mass, mass_float32)
     return None
 
 
@@ -58,13 +55,3 @@ def differ(one: float, other: float) -> bool:
     if not (math.isfinite(one) and math.isfinite(other)):
         return False
     return abs(one - other) > SHARE * max(abs(one), abs(other))
-
-
-def _forward(recording: Recording) -> list[tuple[tuple[str, int], Observation]]:
-    """Return the forward pass's tensors, each with its place and the number of earlier tensors at the same place."""
-    seen: Counter[str] = Counter()
-    found = []
-    for one in recording.of_kind(ACTIVATION):
-        found.append(((one.place, seen[one.place]), one))
-        seen[one.place] += 1
-    return found

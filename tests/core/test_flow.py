@@ -24,7 +24,6 @@ from support.flow_cases import (
     TOO_LARGE,
     UNFIT,
     WEAK,
-    Mix,
     any_unfit,
     by_table,
     of_class,
@@ -190,38 +189,11 @@ def test_an_average_is_as_large_as_its_data() -> None:
 
 
 @pytest.mark.parametrize(("op_class", "compute"), every_class_and_format)
-def test_the_order_of_inputs_changes_no_format_and_no_state(op_class: str, compute: str) -> None:
-    found: dict[Mix, set[tuple[str, str, str]]] = {}
-    for mix in MIXES:
-        outcome = of_class(op_class, mix, compute)
-        said = (outcome.format, outcome.output.state, outcome.output.unfit)
-        found.setdefault(tuple(sorted(mix)), set()).add(said)
-    assert {mix: said for mix, said in found.items() if len(said) > 1} == {}
-
-
-@pytest.mark.parametrize(("op_class", "compute"), every_class_and_format)
 def test_low_is_what_runs_in_the_compute_format_and_fits_it(op_class: str, compute: str) -> None:
     for mix in MIXES:
         outcome = of_class(op_class, mix, compute)
         assert (outcome.output.state == "low") == (outcome.format == compute), mix
         assert not (outcome.output.state == "low" and outcome.output.unfit), mix
-
-
-@pytest.mark.parametrize("op_class", [op_class for op_class in CLASSES if op_class not in ("lower", "inner")])
-def test_only_lower_and_inner_work_leaves_float32_after_full_work(op_class: str) -> None:
-    left = [mix for mix in MIXES if "strong" in states(mix) and of_class(op_class, mix).output.state != "strong"]
-    assert left == []
-
-
-@pytest.mark.parametrize(("op_class", "compute"), every_class_and_format)
-def test_an_input_that_needs_float32_more_lowers_nothing(op_class: str, compute: str) -> None:
-    ladder = ["low", "weak", "input", "strong"]
-    for mix in (mix for mix in MIXES if mix and mix[0].state in ladder):
-        first, *others = mix
-        higher = ladder[ladder.index(first.state) :]
-        raised = [Value(state, "exp", first.unfit) for state in higher] + [first._replace(unfit=TOO_LARGE)]
-        formats = {of_class(op_class, [more, *others], compute).format for more in raised}
-        assert compute not in formats or of_class(op_class, mix, compute).format == compute, mix
 
 
 @given(st.sampled_from(["follow", "neutral"]), st.lists(values, max_size=5), st.integers(0, 5))

@@ -19,7 +19,6 @@ from support.flow_cases import (
     MIXES,
     STRONG,
     TOO_LARGE,
-    UNFIT,
     WEAK,
     Mix,
     any_unfit,
@@ -187,12 +186,6 @@ def test_a_rule_comes_before_the_table_and_the_range() -> None:
             continue
         assert (ruled.format, ruled.output.state) == (model.format, model.output.state), (name, op_class, inputs)
         assert ruled.reason == model.reason.replace("'anything'", repr(name)), (name, op_class, inputs)
-
-
-@pytest.mark.parametrize("op_class", ["lower", "neutral", "promote", "follow"])
-def test_no_rule_lowers_what_the_format_cannot_hold(op_class: str) -> None:
-    outcome = flow("exp", decide([Rule("exp", op_class)], "exp"), [LOW, UNFIT], "float16")
-    assert outcome.format == "float32"
 
 
 def test_rules_do_not_reach_what_is_never_touched_and_are_unused_where_they_met_only_that() -> None:

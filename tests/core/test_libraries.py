@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +11,7 @@ import pytest
 from polyamp import LossScale, LossScaleState, PolyampWarning
 from polyamp.errors import InvalidValueError, StateError
 from polyamp.libraries import LIBRARIES
-from polyamp.testing import overflow_trace
-from support.loss_scale_cases import DeepSpeed, walk
+from support.loss_scale_cases import walk
 
 DYNAMIC, NONE = LossScale(), LossScale.none()
 TORCH = {"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000, "_growth_tracker": 7}
@@ -64,27 +62,17 @@ def test_of_several_apex_losses_the_first_is_taken() -> None:
         assert DYNAMIC.from_state_dict(saved)[:2] == (1.0, 0)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_deepspeed_s_scale_goes_on_as_deepspeed_would(seed: int) -> None:
-    chance = random.Random(seed)
-    window, hysteresis, steps = chance.choice([1, 2, 5]), chance.choice([1, 2, 3]), chance.randrange(25)
-    trace = overflow_trace(seed, 60, 0.2)
-    theirs = DeepSpeed(interval=window, hysteresis=hysteresis)
-    for finite in trace[:steps]:
-        theirs.step(finite)
-    config = LossScale.like("deepspeed", interval=window, hysteresis=hysteresis)
-    state = config.from_state_dict(theirs)
-    for finite, after in zip(trace[steps:], walk(config, trace[steps:], state), strict=True):
-        assert after.scale == theirs.step(finite)
-
-
 # --- another format's policy ------------------------------------------------------------------------------------------
 
 
-def test_a_state_saved_without_scaling_starts_at_init_and_says_so() -> None:
-    saved = NONE.to_state_dict(NONE.initial_state())
+@pytest.mark.parametrize("trace", [[], [True] * 3, [True, False, False], [False, True]], ids=str)
+def test_a_state_saved_without_scaling_starts_at_init_and_says_so(trace: list[bool]) -> None:
+    config = LossScale.skip_nonfinite()
+    state = [config.initial_state(), *walk(config, trace)][-1]
     with pytest.warns(PolyampWarning, match=r"without a loss scale.*init = 65536"):
-        assert DYNAMIC.from_state_dict(saved) == DYNAMIC.initial_state()
+        loaded = DYNAMIC.from_state_dict(config.to_state_dict(state))
+    assert loaded[:3] == DYNAMIC.initial_state()[:3]
+    assert (loaded.steps, loaded.skipped) == (len(trace), trace.count(False))
 
 
 @pytest.mark.parametrize("config", [NONE, LossScale.fixed(1.0)], ids=repr)
@@ -213,9 +201,9 @@ def test_counters_that_are_lost_are_named_once() -> None:
     config.to_state_dict(state, like="torch")  # a second warning would be an error
 
 
-def test_a_disabled_torch_scaler_has_an_empty_state() -> None:
-    none = LossScale.none()
-    assert none.to_state_dict(none.initial_state(), like="torch") == {}
+@pytest.mark.parametrize("config", [NONE, LossScale.skip_nonfinite()], ids=repr)
+def test_a_scale_that_multiplies_nothing_is_a_disabled_scaler_in_torch(config: LossScale) -> None:
+    assert config.to_state_dict(config.initial_state(), like="torch") == {}
 
 
 def test_an_unknown_library_is_refused() -> None:

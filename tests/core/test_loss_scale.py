@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import polyamp
-from polyamp import LossScale, LossScaleState, advance
+from polyamp import LossScale, LossScaleState
 from polyamp.libraries import LIBRARIES
 from polyamp.scale import TYPES, on_host, report_limits
 from support.loss_scale_cases import TRACES, any_numbers, powers_of_two, read, walk
@@ -75,14 +74,6 @@ def test_an_unknown_preset_lists_the_known_ones() -> None:
     assert all(name in str(caught.value) for name in LIBRARIES)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: LossScale.like("torch", window=3), lambda: LossScale.from_dict({"window": 3})]
-)
-def test_an_unknown_setting_lists_the_known_ones(make: Callable[[], LossScale]) -> None:
-    with pytest.raises(polyamp.errors.InvalidValueError, match=r"(?s)window.*interval"):
-        make()
-
-
 @given(any_numbers())
 def test_settings_survive_json(config: LossScale) -> None:
     assert LossScale.from_dict(json.loads(json.dumps(config.to_dict()))) == config
@@ -137,13 +128,10 @@ def test_the_scale_moves_only_as_gradients_say(config: LossScale, trace: list[bo
         before = state.scale
 
 
-@given(powers_of_two(), TRACES)
-def test_advancing_changes_no_state_in_place(config: LossScale, trace: list[bool]) -> None:
-    states = [config.initial_state(), *walk(config, trace)]
-    copies = [tuple(state) for state in states]
-    walk(config, trace)
-    assert [tuple(state) for state in states] == copies
-    assert advance(config, states[-1], True) == advance(config, states[-1], True)
+@given(st.one_of(powers_of_two(), any_numbers()), TRACES)
+def test_the_common_case_on_the_host_is_the_rule_too(config: LossScale, trace: list[bool]) -> None:
+    """``advance`` returns early there, but not with a selection of the caller's."""
+    assert walk(config, trace) == walk(config, trace, where=lambda condition, one, other: one if condition else other)
 
 
 @given(TRACES)
@@ -248,15 +236,6 @@ def test_every_field_survives_json(state: LossScaleState) -> None:
     loaded = LossScale().from_state_dict(saved)
     assert loaded == state
     assert tuple(map(type, loaded)) == TYPES
-
-
-OLDER = ("scale", "good_steps", "hysteresis", "skipped_in_a_row", "skipped")
-
-
-def test_a_state_without_the_counters_has_zeros() -> None:
-    saved = {"kind": "polyamp.loss_scale", "version": 1, **dict(zip(OLDER, (8.0, 3, 1, 0, 2), strict=True))}
-    assert LossScale().from_state_dict(saved) == LossScaleState(8.0, 3, 1, 0, 2)
-    assert LossScaleState(8.0, 3, 1, 0, 2)[len(OLDER) :] == (0, 0, 0, 0, 0.0)
 
 
 @given(powers_of_two(), TRACES, TRACES)

@@ -141,11 +141,3 @@ def test_default_rules_are_not_the_user_s_own() -> None:
     for name in ("half", "O3", "float16", "bfloat16", "16-true", "bf16-true"):
         assert policy(name).own_rules == ()
         assert [rule.pattern for rule in policy(name, rules={"head/*": "full"}).own_rules] == ["head/*"]
-
-
-def test_skipping_without_scaling_has_a_name() -> None:
-    chosen = policy("mixed_bfloat16", loss_scale=LossScale.skip_nonfinite())
-    state = chosen.loss_scale.initial_state()
-    after = polyamp.advance(chosen.loss_scale, state, False)
-    assert (after.scale, after.skipped) == (1.0, 1)
-    assert policy(str(chosen)) == chosen

@@ -35,12 +35,3 @@ def test_parts_run_from_a_checkout_that_nobody_installed(tmp_path: Path) -> None
     assert kept["gpu.json"]["versions"].keys() >= {"torch", "jax"}
     assert kept["optimizer_step_small.json"]["left_out"] == []
     assert {row["variant"] for row in kept["optimizer_step_small.json"]["rows"]} >= {"native fused", "polyamp"}
-
-
-@pytest.mark.long
-def test_jax_and_a_whole_model_run_from_a_checkout(tmp_path: Path) -> None:
-    kept = rehearsed(tmp_path, "jax", "gnmt")
-    assert {row["variant"] for row in kept["jax_skip_small.json"]["timings"]} >= {"plain adam", "cond, apply_gradients"}
-    rows = kept["end_to_end_small.json"]["rows"]
-    assert {row["variant"] for row in rows} >= {"float32", "TF32", "native float16", "polyamp float16"}
-    assert all(row.keys() >= {"ms", "ratio", "samples_per_second", "peak_bytes", "skip_rate"} for row in rows)

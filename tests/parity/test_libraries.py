@@ -258,12 +258,6 @@ def test_losses_without_a_number_are_reported() -> None:
         assert list(polyamp.save_loss_scale(optimizer, like="apex")) == ["loss_scaler0"]
 
 
-def test_a_framework_that_has_one_loss_scale_takes_the_first() -> None:
-    state = jax_state(LossScale.like("apex"))
-    with pytest.warns(PolyampWarning, match="several loss scales"):
-        assert float(polyamp.load_loss_scale(state, THREE).loss_scale) == 1.0
-
-
 # --- another policy's, and other libraries', in every framework -------------------------------------------------------
 
 GRAD_SCALER = torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -17,8 +17,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from polyamp import LossScale, LossScaleState, advance
-from polyamp.scale import on_host
-from polyamp.testing import overflow_trace
 from support.loss_scale_cases import TRACES, any_numbers, powers_of_two, walk
 
 Trace = list[bool]
@@ -76,20 +74,3 @@ def test_every_framework_takes_the_same_steps_to_the_bit(framework: str, config:
     states = STATES[framework](config, trace)
     assert list(map(bits, states)) == list(map(bits, walk(config, trace)))
     assert tuple(str(np.asarray(field).dtype) for field in states[-1]) == DTYPES
-
-
-@pytest.mark.parametrize(
-    "config", [LossScale.fixed(96.0), LossScale.none(), LossScale.like("flax", init=2.0**127, interval=1)], ids=repr
-)
-@pytest.mark.parametrize("framework", STATES)
-def test_special_settings_too(framework: str, config: LossScale) -> None:
-    trace = overflow_trace(0, 20)
-    assert list(map(on_host, STATES[framework](config, trace))) == walk(config, trace)
-
-
-@pytest.mark.parametrize("framework", STATES)
-@hypothesis_settings(max_examples=10, deadline=None)
-@given(config=powers_of_two(), first=TRACES, then=TRACES)
-def test_a_state_continues_in_another_framework(framework: str, config: LossScale, first: Trace, then: Trace) -> None:
-    saved = config.to_state_dict(STATES[framework](config, first)[-1])
-    assert walk(config, then, config.from_state_dict(saved)) == walk(config, first + then)[len(first) :]

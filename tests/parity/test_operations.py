@@ -111,68 +111,6 @@ def test_torch_spellings(spelling: str, name: str | None) -> None:
 
 # --- the same operation in each ---------------------------------------------------------------------------------------
 
-SAME = {
-    "matmul": ("mm", "dot_general", "MatMul"),
-    "conv": ("convolution", "conv_general_dilated", "Conv2D"),
-    "exp": ("exp", "exp", "Exp"),
-    "log": ("log", "log", "Log"),
-    "log1p": ("log1p", "log1p", "Log1p"),
-    "expm1": ("expm1", "expm1", "Expm1"),
-    "pow": ("pow", "pow", "Pow"),
-    "rsqrt": ("rsqrt", "rsqrt", "Rsqrt"),
-    "sqrt": ("sqrt", "sqrt", "Sqrt"),
-    "square": ("square", "square", "Square"),
-    "sum": ("sum", "reduce_sum", "Sum"),
-    "prod": ("prod", "reduce_prod", "Prod"),
-    "cumsum": ("cumsum", "cumsum", "Cumsum"),
-    "max": ("amax", "reduce_max", "Max"),
-    "argmax": ("argmax", "argmax", "ArgMax"),
-    "add": ("add", "add", "AddV2"),
-    "sub": ("sub", "sub", "Sub"),
-    "mul": ("mul", "mul", "Mul"),
-    "div": ("div", "div", "RealDiv"),
-    "maximum": ("maximum", "max", "Maximum"),
-    "minimum": ("minimum", "min", "Minimum"),
-    "clip": ("clamp", "clamp", "ClipByValue"),
-    "where": ("where", "select_n", "SelectV2"),
-    "compare": ("gt", "gt", "Greater"),
-    "is_finite": ("isfinite", "is_finite", "IsFinite"),
-    "sigmoid": ("sigmoid", "logistic", "Sigmoid"),
-    "tanh": ("tanh", "tanh", "Tanh"),
-    "erf": ("erf", "erf", "Erf"),
-    "erf_inv": ("erfinv", "erf_inv", "Erfinv"),
-    "lgamma": ("lgamma", "lgamma", "Lgamma"),
-    "abs": ("abs", "abs", "Abs"),
-    "neg": ("neg", "neg", "Neg"),
-    "sign": ("sign", "sign", "Sign"),
-    "round": ("floor", "floor", "Floor"),
-    "concat": ("cat", "concatenate", "ConcatV2"),
-    "reshape": ("view", "reshape", "Reshape"),
-    "transpose": ("permute", "transpose", "Transpose"),
-    "broadcast": ("expand", "broadcast_in_dim", "BroadcastTo"),
-    "slice": ("slice", "slice", "StridedSlice"),
-    "pad": ("constant_pad_nd", "pad", "PadV2"),
-    "flip": ("flip", "rev", "ReverseV2"),
-    "gather": ("gather", "gather", "GatherV2"),
-    "scatter": ("index_put", "scatter", "TensorScatterUpdate"),
-    "scatter_add": ("scatter_add", "scatter-add", "TensorScatterAdd"),
-    "top_k": ("topk", "top_k", "TopKV2"),
-    "max_pool": ("max_pool2d", "reduce_window_max", "MaxPool"),
-    "avg_pool": ("avg_pool2d", "reduce_window_sum", "AvgPool"),
-    "fft": ("fft_fft", "fft", "FFT"),
-    "cholesky": ("linalg_cholesky", "cholesky", "Cholesky"),
-    "qr": ("linalg_qr", "qr", "Qr"),
-    "svd": ("linalg_svd", "svd", "Svd"),
-    "cast": ("_to_copy", "convert_element_type", "Cast"),
-    "integer": ("bitwise_left_shift", "shift_left", "LeftShift"),
-    "random": ("uniform", "random_bits", "RandomUniform"),
-}
-
-
-def test_common_operations_have_one_name() -> None:
-    for name, natives in SAME.items():
-        assert [names[native] for names, native in zip(NATIVES.values(), natives, strict=False)] == [name] * 3
-
 
 # --- lists of the sources ---------------------------------------------------------------------------------------------
 

@@ -212,69 +212,6 @@ def test_manual_optimization_trains_as_float32_does(policy: str, between: str) -
     assert mixed.losses == pytest.approx(plain.losses, abs=rough(policy))
 
 
-class Gan(lightning.LightningModule):
-    """Lightning's example in small: two optimizers that are toggled, each with a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-        self.discriminator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.losses: list[float] = []
-
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.generator, self.discriminator)], []
-
-    def training_step(self, batch: Tensor, index: int) -> None:
-        random = torch.Generator().manual_seed(index)
-        noise, real = (torch.randn(8, 4, generator=random).to(self.generator[0].weight.dtype) for _ in range(2))
-        first, second = self.optimizers()  # type: ignore[misc]
-        for optimizer, judged, truth in (
-            (first, lambda: self.discriminator(self.generator(noise)), 1.0),
-            (second, lambda: self.discriminator(torch.cat([real, self.generator(noise).detach() + 1])), 0.0),
-        ):
-            self.toggle_optimizer(optimizer)
-            loss = (judged().float() - truth).square().mean()
-            self.manual_backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            self.untoggle_optimizer(optimizer)
-            self.losses.append(loss.item())
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(range(8))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
-def test_two_toggled_optimizers_share_a_loss_scale(policy: str) -> None:
-    mixed = fit(Gan(), policy, scale=LossScale(init=2.0**10, interval=3))
-    assert mixed.losses == pytest.approx(fit(Gan()).losses, abs=6e-3)
-    scales = {optimizer.loss_scale for optimizer in mixed.trainer.optimizers}
-    assert len(scales) == 1
-    assert scales.pop() > 2.0**10
-
-
-def test_closures_of_optimizer_step() -> None:
-    class Closing(Manual):
-        def training_step(self, batch: Tensor, index: int) -> None:
-            def closure() -> None:
-                optimizer.zero_grad()
-                loss = self.loss(int(batch))
-                self.losses.append(loss.item())
-                self.manual_backward(loss)
-
-            optimizer: Any = self.optimizers()
-            optimizer.step(closure)
-
-    class Overriding(Model):
-        def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any = None) -> None:
-            optimizer.step(closure=closure)
-
-    for kind in (Closing, Overriding):
-        assert fit(kind(), "mixed_float16").losses == pytest.approx(fit(kind()).losses, abs=4e-3)
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -317,22 +254,6 @@ def test_a_killed_run_resumes_to_the_bit(policy: str, killed: int, accumulate: i
     assert mine == its
     assert resumed.trainer.global_step == whole.trainer.global_step
     torch.load(tmp_path / "last.ckpt", weights_only=True)
-
-
-@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
-def test_a_second_fit_goes_on_with_the_same_optimizer(policy: str) -> None:
-    class Kept(Model):
-        def configure_optimizers(self) -> Any:
-            if not hasattr(self, "kept"):
-                self.kept = torch.optim.SGD(self.parameters(), lr=0.1)
-            return self.kept
-
-    mixed, plain = Kept(), Kept()
-    for name, model in ((policy, mixed), (None, plain)):
-        first = trainer(name)
-        first.fit(model)
-        fit(model, name)
-    assert mixed.losses == pytest.approx(plain.losses, abs=4e-3)
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

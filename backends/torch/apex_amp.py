@@ -11,7 +11,7 @@ a loss that is not finite skips the step, and a step on an unscaled loss is refu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from polyamp.backends.torch.apex_losses import (
     scale_loss,
     state_dict,
 )
-from polyamp.backends.torch.attached import attach, wrapper_of
+from polyamp.backends.torch.attached import Attached, attach, wrapper_of
 from polyamp.backends.torch.casting import cast_tensor, cast_to
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
@@ -299,13 +299,12 @@ def _share_scales(
             "float32" if dtype == torch.float32 else "mixed_float16",  # Apex scales losses of bfloat16 too
             loss_scale=settings,
             master_weights=None if properties.master_weights else False,
-            saves_scale=False,
-            around=_around_step,
+            kind=_Initialized,
         )
         wrapper.scalers = shared
         shared.join(wrapper)
         if (session := current()) is not None:
-            session.add(wrapper)
+            session.holders.append(wrapper)
 
 
 def init(enabled: bool = True, **without_effect: Any) -> AmpHandle:
@@ -336,6 +335,12 @@ def disable_casts() -> Iterator[None]:
         yield
 
 
-def _around_step(wrapper: LossScaledOptimizer, closure: Any) -> AbstractContextManager[None]:
-    """Make an optimizer's step as it is written. A closure, which calls the model, has the formats of O1."""
-    return casts_off() if closure is None else nullcontext()
+class _Initialized(Attached):
+    """An optimizer of `initialize`: its step is made as it is written, and `state_dict` has the loss scales."""
+
+    polyamp_saves_scale = False
+
+    @staticmethod
+    def polyamp_step(wrapper: LossScaledOptimizer, closure: Any, **kwargs: Any) -> Any:
+        with casts_off() if closure is None else nullcontext():  # a closure, which calls the model, has O1's formats
+            return wrapper.step(closure, **kwargs)

@@ -21,8 +21,7 @@ These references only go one way, so all three are freed with the program's obje
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -30,22 +29,19 @@ import torch
 
 import polyamp
 from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
-from polyamp.backends.torch.steps.saving import is_plain
 from polyamp.backends.torch.unstable import note_step
-from polyamp.errors import no_optimizer, unreported, wrapped_already
+from polyamp.errors import no_optimizer, wrapped_already
 from polyamp.policies import Policy
-from polyamp.scale import LossScale
 
-Around = Callable[[LossScaledOptimizer, Any], AbstractContextManager[None]]
-
-_WRAPPER, _SAVES_SCALE, _AROUND = "polyamp_wrapper", "polyamp_saves_scale", "polyamp_around"
-_METHODS = {"step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"}
-_OWN = frozenset({_WRAPPER, _SAVES_SCALE, _AROUND, *_METHODS})
+_WRAPPER = "polyamp_wrapper"
+_OWN = frozenset({_WRAPPER, "step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"})
 _OF_SCALERS = frozenset({"grad_scale", "found_inf"})  # attributes by which torch's scaler passes its scale
 
 
 class Attached:
     """The part of an attached optimizer's class that passes calls and attributes on; see `attach`."""
+
+    polyamp_saves_scale = True
 
     param_groups = property(
         attrgetter(f"{_WRAPPER}.param_groups"),  # without a frame: `asked_by_checkpoint` looks at the caller's
@@ -59,12 +55,16 @@ class Attached:
         wrapper = _wrapper(self)
         if wrapper.steps_now:  # a step that another library had replaced on the object
             return type(wrapper.inner).step(wrapper.inner, closure, **kwargs)
-        with vars(self)[_AROUND](wrapper, closure):
-            result = wrapper.step(closure, **kwargs)
+        result = self.polyamp_step(wrapper, closure, **kwargs)
         note_step(wrapper.inner)
         return result
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # a scheduler need not watch it: `note_step` is called
+
+    @staticmethod
+    def polyamp_step(wrapper: LossScaledOptimizer, closure: Any, **kwargs: Any) -> Any:
+        """Make the step, in subclasses in another way."""
+        return wrapper.step(closure, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, and start a new window."""
@@ -77,18 +77,17 @@ class Attached:
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapper's state; that of the plain optimizer if there is nothing else to save."""
         wrapper = _wrapper(self)
-        has_more = vars(self)[_SAVES_SCALE] or wrapper.masters is not None
+        has_more = self.polyamp_saves_scale or wrapper.masters is not None
         return (wrapper if has_more else wrapper.inner).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state, also of a plain optimizer: then the loss scale stays as it is."""
         wrapper = _wrapper(self)
-        kept = [(scaler, scaler.state) for scaler in wrapper.scalers]
-        with unreported() if is_plain(state_dict) else nullcontext():
-            wrapper.load_state_dict(state_dict)
-        if is_plain(state_dict) or not vars(self)[_SAVES_SCALE]:
-            for scaler, state in kept:
-                scaler.resume(state)
+        if isinstance(state_dict, Mapping) and not (self.polyamp_saves_scale and "loss_scale" in state_dict):
+            own = wrapper.state_dict()
+            scales = {name: value for name, value in own.items() if name.startswith("loss_scale")}
+            state_dict = {"master_weights": own["master_weights"], **state_dict, **scales}
+        wrapper.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or _WRAPPER not in vars(self):
@@ -108,37 +107,29 @@ class Attached:
             delattr(_holder(self, name), name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _attached, (_wrapper(self), vars(self)[_SAVES_SCALE], vars(self)[_AROUND])
-
-
-def _nothing_around(wrapper: LossScaledOptimizer, closure: Any) -> AbstractContextManager[None]:
-    return nullcontext()
+        return _attached, (_wrapper(self), type(self).__bases__[0])
 
 
 def attach(
     optimizer: torch.optim.Optimizer,
     policy: Policy | str | None = None,
     *,
-    loss_scale: LossScale | float | None = None,
-    saves_scale: bool = True,
-    around: Around = _nothing_around,
+    kind: type[Attached] = Attached,
     **options: Any,
 ) -> LossScaledOptimizer:
     """Make an optimizer act as its wrapper, and return the wrapper, which scales the losses."""
-    # Without `saves_scale` the program saves the loss scale itself. `around` returns a context manager for each step: a
-    # function of a module, so that copies and pickles have it too. The rest is as in `polyamp.wrap_optimizer`.
-    if wrapper_of(optimizer) is not None or isinstance(optimizer, LossScaledOptimizer):
+    # `kind` says how it steps, and whether it saves the loss scale. The options are those of `polyamp.wrap_optimizer`.
+    if isinstance(optimizer, Attached | LossScaledOptimizer):
         raise wrapped_already(f"{type(optimizer).__name__} with a loss scale", fix="attach it once")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
-    kind = type(optimizer)
-    hidden: torch.optim.Optimizer = kind.__new__(kind)
+    hidden: torch.optim.Optimizer = type(optimizer).__new__(type(optimizer))
     vars(hidden).update(vars(optimizer))
     if hasattr(vars(hidden).get("step"), "_wrapped_by_lr_sched"):
         del vars(hidden)["step"]  # a scheduler's replacement, which only notes that a step was made
-    wrapper: LossScaledOptimizer = polyamp.wrap_optimizer(hidden, policy, loss_scale=loss_scale, **options)
+    wrapper: LossScaledOptimizer = polyamp.wrap_optimizer(hidden, policy, **options)
     vars(optimizer).clear()
-    _become(optimizer, wrapper, saves_scale, around)
+    _become(optimizer, wrapper, kind)
     return wrapper
 
 
@@ -147,31 +138,33 @@ def wrapper_of(optimizer: object) -> LossScaledOptimizer | None:
     return _wrapper(optimizer) if isinstance(optimizer, Attached) else None
 
 
-def detach(optimizer: torch.optim.Optimizer) -> None:
-    """Make an attached optimizer a plain one again, with its current groups and state."""
-    wrapper = _wrapper(optimizer)
+def detach(optimizer: torch.optim.Optimizer | None) -> None:
+    """Make an attached optimizer a plain one again, with its current groups and state; any other object stays."""
+    wrapper = wrapper_of(optimizer)
+    if wrapper is None:
+        return
     object.__setattr__(optimizer, "__class__", type(wrapper.inner))
     vars(optimizer).clear()
     vars(optimizer).update(vars(wrapper.inner))
 
 
-def _become(optimizer: Any, wrapper: LossScaledOptimizer, saves_scale: bool, around: Around) -> None:
-    kind: Any = type(wrapper.inner)
-    object.__setattr__(optimizer, "__class__", _class_of(kind))
-    vars(optimizer).update({_WRAPPER: wrapper, _SAVES_SCALE: saves_scale, _AROUND: around})
+def _become(optimizer: Any, wrapper: LossScaledOptimizer, kind: Any) -> None:
+    plain: Any = type(wrapper.inner)
+    object.__setattr__(optimizer, "__class__", _class_of(kind, plain))
+    vars(optimizer)[_WRAPPER] = wrapper
+    wrapper.inner.polyamp_hidden = True  # type: ignore[attr-defined]
 
 
-def _attached(wrapper: LossScaledOptimizer, saves_scale: bool, around: Around) -> Any:
+def _attached(wrapper: LossScaledOptimizer, kind: type[Attached]) -> Any:
     """Return a new attached optimizer, for copies and pickles."""
-    kind = type(wrapper.inner)
-    optimizer = kind.__new__(kind)
-    _become(optimizer, wrapper, saves_scale, around)
+    optimizer = type(wrapper.inner).__new__(type(wrapper.inner))
+    _become(optimizer, wrapper, kind)
     return optimizer
 
 
 @functools.cache
-def _class_of(kind: Any) -> type:
-    return type(kind.__name__, (Attached, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+def _class_of(kind: Any, plain: Any) -> type:
+    return type(plain.__name__, (kind, plain), {"__module__": plain.__module__, "__qualname__": plain.__qualname__})
 
 
 def _wrapper(optimizer: Any) -> LossScaledOptimizer:

@@ -115,7 +115,7 @@ class GradScaler(PolyampGradScaler):
             _report_devices(self._DEVICE, "float16")
         super().__init__(_device(self._DEVICE), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if enabled and (session := current()) is not None:
-            session.add(self)
+            session.holders.append(self)
 
 
 class CpuGradScaler(GradScaler):

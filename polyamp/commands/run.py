@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -18,7 +17,7 @@ from polyamp.plan import Plan
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report
-from polyamp.run import Finder, NoScriptError, Session, execute, running, without_own_frames
+from polyamp.run import Finder, NoScriptError, Session, execute, is_script, running
 
 _ROWS = 12  # operations in the table; the JSON has all
 
@@ -45,25 +44,24 @@ def run(
 
     The report goes to standard error. The exit code is the script's; it is 1 if the script cannot be run safely.
     """
+    if report is not None and not report.absolute().parent.is_dir():
+        raise InvalidValueError(
+            "the report cannot be written there",
+            where="polyamp run --report",
+            found=str(report),
+            allowed="a file in a folder that exists",
+        )
     chosen = None if policy is None else make_policy(policy)
     hook, sys.excepthook = sys.excepthook, sys.__excepthook__  # typer's is not the one that a script expects
     try:
         error = run_script(script, arguments or (), is_module=is_module, policy=chosen, report=report)
+        if isinstance(error, SystemExit):
+            raise error
         if error is not None:
-            _end_with(error)
+            sys.excepthook(type(error), error, error.__traceback__)  # the script's own, if it set one
+            raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1)
     finally:
         sys.excepthook = hook
-
-
-def _end_with(error: BaseException) -> NoReturn:
-    """End the process as Python does after an exception of the main program."""
-    if isinstance(error, SystemExit):
-        raise error
-    sys.excepthook(type(error), error, error.__traceback__)  # the script's own, if it set one
-    if isinstance(error, KeyboardInterrupt):
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
-    raise SystemExit(1)
 
 
 def run_script(
@@ -74,20 +72,12 @@ def run_script(
     policy: Policy | None = None,
     report: Path | None = None,
 ) -> BaseException | None:
-    """Run a script, report at the end, and return the exception that ended it, without polyamp's frames."""
-    if report is not None and not (report.absolute().parent.is_dir() and not report.is_dir()):
-        raise InvalidValueError(
-            "the report cannot be written there",
-            where="polyamp run --report",
-            found=str(report),
-            allowed="a file in a folder that exists",
-            fix="make the folder first; training would be done before the report fails",
-        )
+    """Run a script, report at the end, and return the exception that ended it, without the frames that called it."""
     session, error = Session(policy), None
     with running(session):
         try:
             Finder(session).install()
-            execute(session, target, arguments, is_module)
+            execute(target, arguments, is_module)
         except NoScriptError:
             raise
         except BaseException as raised:
@@ -102,7 +92,11 @@ def run_script(
                 made.save(report)
     if session.refusal is not None:
         raise session.refusal.with_traceback(None) from None  # also if the script caught it
-    return error if error is None else without_own_frames(error)
+    while error is not None and error.__traceback__ is not None:
+        if is_script(error.__traceback__.tb_frame.f_code.co_filename):
+            break
+        error.__traceback__ = error.__traceback__.tb_next
+    return error
 
 
 class _RunReport(Report):
@@ -111,7 +105,7 @@ class _RunReport(Report):
     def __init__(self, session: Session, target: str, arguments: Sequence[str], error: BaseException | None) -> None:
         self._session, self._script, self._arguments, self._error = session, target, list(arguments), error
         self._health = [health(one) for one in session.holders]
-        self._plan = Plan(str(session.policy), tuple(session.operations), engine=session.looked_at)
+        self._plan = Plan(str(session.policy), tuple(session.operations))
 
     def as_dict(self) -> dict[str, Any]:
         session = self._session
@@ -133,9 +127,7 @@ class _RunReport(Report):
         lines = [f"polyamp run {self._script}: {self._exit()}; {session.policy or 'no policy'}"]
         lines += [f"supplied: {', '.join(sorted(set(session.supplied)))}"] if session.supplied else []
         lines += [f"used: {one['interface']} at {one['where']}" for one in session.interfaces]
-        lines += [f"loss scale: {one}" for one in self._health]
-        lines += [f"{session.looked_at}:"] if session.operations else []
-        return "\n".join(lines)
+        return "\n".join([*lines, *(f"loss scale: {one}" for one in self._health)])
 
     def rows(self) -> list[tuple[str, ...]]:
         counted: dict[str, Counter[str]] = {}
@@ -158,7 +150,7 @@ class _RunReport(Report):
                 verdicts.append(f"Loss scaling: {one.why}. {one.finding}")
         low = {"float16", "bfloat16"}
         wants_low = session.policy is not None and session.policy.compute in low and self._error is None
-        if wants_low and not session.has_low and not low & self._plan.totals["by_format"].keys():
+        if wants_low and not low & self._plan.totals["by_format"].keys():
             verdicts.append(
                 "Nothing ran in 16 bits: nothing changed. Processes that the script starts itself are not followed: "
                 "start them with torchrun."

@@ -1,7 +1,8 @@
-"""`polyamp run` on Keras scripts, on each of Keras' backends: losses as in float32, skipped steps, refusals."""
+"""`polyamp run` on Keras scripts on TensorFlow: losses as in float32, skipped steps, refusals."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -17,11 +18,11 @@ from polyamp.backends.keras import LossScaledOptimizer
 from polyamp.backends.keras.run import begin
 from polyamp.run import Session, running
 
-BACKEND = keras.backend.backend()
-on_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="a loop of TensorFlow's")
-elsewhere = pytest.mark.skipif(BACKEND == "tensorflow", reason="on TensorFlow such a loop is scaled")
-# Keras 3.15 calls __array__ as NumPy 1 did.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="refused there: see on_jax/test_run.py"),
+    # Keras 3.15 calls __array__ as NumPy 1 did.
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 RANDOM = np.random.default_rng(0)
 X, Y = (RANDOM.standard_normal((64, size)).astype("float32") for size in (16, 8))
@@ -30,8 +31,7 @@ X, Y = (RANDOM.standard_normal((64, size)).astype("float32") for size in (16, 8)
 @contextmanager
 def started(policy: Any = "mixed_float16") -> Iterator[Session]:
     with running(Session(None if policy is None else polyamp.policy(policy))) as session:
-        if BACKEND == "tensorflow":  # its own part, which is called first
-            import_module("polyamp.backends.tensorflow.run").begin(session)
+        import_module("polyamp.backends.tensorflow.run").begin(session)  # which is called first
         begin(session)
         yield session
 
@@ -59,28 +59,6 @@ def test_nothing_is_turned_on_without_a_policy() -> None:
     assert session.holders == []
 
 
-@elsewhere
-def test_tensorflow_may_be_imported_too() -> None:
-    full, _ = fitted()
-    with started() as session:
-        session.own_loops = object()  # what its adapter leaves; Keras imports it for data sets
-        low, model = fitted()
-        with pytest.raises(polyamp.errors.UsageError, match=r"own cannot be scaled from outside"):
-            model.optimizer.apply([np.zeros(one.shape, "float32") for one in model.trainable_variables])
-    np.testing.assert_allclose(low, full, rtol=2e-3)
-
-
-@pytest.mark.skipif(BACKEND != "jax", reason="the others record operations")
-def test_the_report_has_the_formats_of_layers() -> None:
-    with started() as session:
-        fitted()
-    assert [(one.name, one.format) for one in session.operations] == [
-        ("matmul", "float16"),
-        ("batch_norm", "float16"),
-        ("matmul", "float16"),
-    ]
-
-
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_fit_matches_float32(policy: str) -> None:
     full, _ = fitted()
@@ -93,9 +71,6 @@ def test_fit_matches_float32(policy: str) -> None:
             assert session.holders[-1] is model.optimizer
             assert isinstance(model.optimizer, LossScaledOptimizer)
             assert (polyamp.health(model).steps, polyamp.health(model).skipped) == (4, 0)
-        if BACKEND != "tensorflow":
-            assert session.has_low
-            assert model.get_layer("hidden").compute_dtype == policy.removeprefix("mixed_")
     assert low != full
     np.testing.assert_allclose(low, full, rtol=2e-3 if policy == "mixed_float16" else 2e-2)
     again, model = fitted()
@@ -110,16 +85,10 @@ def test_a_batch_that_overflows_is_skipped_whole() -> None:
         model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
         model.train_on_batch(X, Y)
         before = [np.array(variable) for variable in model.variables]
-        with pytest.warns(polyamp.PolyampWarning) if BACKEND == "torch" else started_nothing():
-            model.train_on_batch(X * 1e20, Y * 1e20)
+        model.train_on_batch(X * 1e20, Y * 1e20)
         after = [np.array(variable) for variable in model.variables]
         assert all(map(np.array_equal, before, after))  # batch statistics too
         assert polyamp.health(model).skipped == 1
-
-
-@contextmanager
-def started_nothing() -> Iterator[None]:
-    yield
 
 
 def test_it_compiles_again_and_again() -> None:
@@ -136,7 +105,6 @@ def test_it_compiles_again_and_again() -> None:
 # Loops and steps of the script's own.
 
 
-@on_tensorflow
 @pytest.mark.parametrize("how", ["train_step", "eager", "graph", "compiled model"])
 def test_own_loops_match_float32_and_skip(how: str) -> None:
     import tensorflow as tf
@@ -166,7 +134,9 @@ def test_own_loops_match_float32_and_skip(how: str) -> None:
         run = step if how == "eager" else tf.function(step)
         losses = [float(run(tf.constant(X))) for _ in range(6)]
         before = [np.array(one) for one in [*model.trainable_variables, *opt.variables]]
-        run(tf.fill(X.shape, np.float32(np.inf)))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the loss is not finite, which eager code reports
+            run(tf.fill(X.shape, np.float32(np.inf)))
         after = [np.array(one) for one in [*model.trainable_variables, *opt.variables]]
         return losses, model, all(map(np.array_equal, before, after))
 
@@ -187,32 +157,6 @@ def test_own_loops_match_float32_and_skip(how: str) -> None:
     assert (polyamp.health(scaler).skipped, scaler.loss_scale) == (1, 2.0**15)
     assert half != full
     np.testing.assert_allclose(half, full, rtol=2e-3)
-
-
-@elsewhere
-def test_own_loops_are_refused_before_they_train() -> None:
-    model, opt = model_of(), keras.optimizers.SGD(0.1)
-    before = [np.array(variable) for variable in model.variables]
-    grads = [ops.ones(variable.shape) for variable in model.trainable_variables]
-    with started() as session:
-        with pytest.raises(polyamp.errors.UsageError, match="loop of the script's own"):
-            opt.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-        assert session.refusal is not None
-    assert all(map(np.array_equal, before, [np.array(variable) for variable in model.variables]))
-    with started("mixed_bfloat16"):  # which needs no loss scale
-        opt.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-
-
-@elsewhere
-def test_an_own_train_step_is_refused_before_it_trains() -> None:
-    class Own(keras.Model):
-        def train_step(self, *args: Any) -> Any:
-            return super().train_step(*args)
-
-    with started(), pytest.raises(polyamp.errors.UsageError, match="train_step of the script's own"):
-        model_of(Own).compile("sgd", "mse")
-    with started("mixed_bfloat16"):
-        model_of(Own).compile("sgd", "mse")
 
 
 # What is refused.
@@ -240,14 +184,6 @@ def test_a_wrapped_optimizer_of_its_own_is_refused() -> None:
             model_of().compile(opt, "mse")
 
 
-@elsewhere
-def test_rules_are_refused() -> None:
-    ruled = polyamp.policy("mixed_float16", rules={"hidden": "full"})
-    with started(ruled), pytest.raises(polyamp.errors.UsageError, match="rules by operation or layer"):
-        model_of().compile("sgd", "mse")
-
-
-@on_tensorflow
 def test_keras_may_begin_before_tensorflow_does() -> None:
     import tensorflow as tf
 

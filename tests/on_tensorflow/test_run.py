@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -91,7 +91,6 @@ def test_a_loop_with_a_tape_matches_float32(optimizer: str, mode: str, clip: boo
     with started(policy) as session:
         low = with_a_tape(optimizer, mode, clip)
         scales = [holder.loss_scale for holder in session.holders]
-        assert session.has_low
         operations = session.operations
     assert {(one.name, one.format) for one in operations} == {("matmul", policy.removeprefix("mixed_"))}
     assert all("test_run.py:" in one.where or mode != "eager" for one in operations)
@@ -102,14 +101,13 @@ def test_a_loop_with_a_tape_matches_float32(optimizer: str, mode: str, clip: boo
     assert with_a_tape(optimizer, mode, clip) == full  # TensorFlow is as it was
 
 
-@pytest.mark.parametrize("use", [lambda: v1.train.AdamOptimizer(0.1), lambda: v1.Session().run(tf.constant(1.0))])
-def test_what_trains_in_tensorflow_1_is_refused_with_the_lines_to_write(use: Callable[[], Any]) -> None:
+def test_an_optimizer_of_tensorflow_1_is_refused_with_the_lines_to_write() -> None:
     with started(), tf.Graph().as_default():
         with pytest.raises(polyamp.errors.UsageError, match=r"polyamp\.wrap_optimizer") as refused:
-            use()
+            v1.train.AdamOptimizer(0.1)
         assert "test_run.py:" in str(refused.value)
     with started("mixed_bfloat16"), tf.Graph().as_default():  # which needs no loss scale
-        use()
+        v1.train.AdamOptimizer(0.1)
 
 
 def test_small_gradients_survive() -> None:
@@ -120,6 +118,7 @@ def test_small_gradients_survive() -> None:
         return float(tape.gradient(loss, weight)[0, 0])
 
     with started():
+        OPTIMIZERS["momentum"]()
         assert gradient() == pytest.approx(1e-3 * 2.0**-20, rel=1e-3)
     with polyamp.autocast("mixed_float16", backend="tensorflow"):
         assert gradient() == 0.0
@@ -127,6 +126,7 @@ def test_small_gradients_survive() -> None:
 
 def test_gradients_of_gradients_and_jacobians_are_true() -> None:
     with started():
+        OPTIMIZERS["momentum"]()
         x = tf.Variable([1.0, 2.0])
         with tf.GradientTape(persistent=True) as outer:
             with tf.GradientTape() as inner:
@@ -148,49 +148,22 @@ def test_gradients_of_gradients_and_jacobians_are_true() -> None:
 # What is refused, before anything changed.
 
 
-def by_hand(weight: Any) -> None:
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(weight * weight)
-    weight.assign_sub(0.1 * tape.gradient(loss, weight))
-
-
 @pytest.mark.parametrize("compiled", [False, True])
-def test_an_update_by_hand_is_refused(compiled: bool) -> None:
+def test_a_gradient_before_any_optimizer_is_refused(compiled: bool) -> None:
+    def by_hand(weight: Any) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * weight)
+        weight.assign_sub(0.1 * tape.gradient(loss, weight))
+
     weight = tf.Variable([1.0, 2.0])
     step = tf.function(by_hand) if compiled else by_hand
-    with started() as session, pytest.raises(polyamp.errors.UsageError, match="updates a variable itself"):
+    with started() as session, pytest.raises(polyamp.errors.UsageError, match="before any optimizer"):
         step(weight)
     assert session.refusal is not None
     np.testing.assert_array_equal(weight, [1.0, 2.0])
     with started("mixed_bfloat16"):  # which needs no loss scale
         by_hand(weight)
     np.testing.assert_allclose(weight, [0.8, 1.6], rtol=1e-6)
-
-
-def test_assignments_that_are_no_updates_are_allowed() -> None:
-    with started():
-        weight, copy = tf.Variable([1.0, 2.0]), tf.Variable([0.0, 0.0])
-        weight.assign([2.0, 3.0])
-        opt = OPTIMIZERS["momentum"]()
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(weight)
-        opt.apply_gradients([(tape.gradient(loss, weight), weight)])
-        copy.assign(weight)  # a moving average, a target network
-        weight.assign(tf.clip_by_value(weight, -1.0, 1.0))  # a constraint, after the step
-        np.testing.assert_allclose(weight, [1.0, 1.0])
-
-
-def test_mixed_precision_of_its_own_is_refused() -> None:
-    half = tf.Variable([1.0], dtype=tf.float16)
-    with started():
-        with pytest.raises(polyamp.errors.UsageError, match="set_experimental_options"):
-            tf.config.optimizer.set_experimental_options({"auto_mixed_precision": True})
-        tf.config.optimizer.set_experimental_options({"auto_mixed_precision": False})
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.cast(half, tf.float32))
-        with pytest.raises(polyamp.errors.UsageError, match="mixed precision of its own"):
-            tape.gradient(loss, half)
-    assert not tf.config.optimizer.get_experimental_options().get("auto_mixed_precision")
 
 
 def test_replicas_are_refused_before_they_train() -> None:

@@ -16,7 +16,7 @@ import torch
 from polyamp import policy as make_policy
 from polyamp.backends.torch import run as running
 from polyamp.commands.run import run_script
-from polyamp.errors import PolyampDeprecationWarning, PolyampWarning, UsageError, forget_warnings
+from polyamp.errors import PolyampDeprecationWarning, UsageError, forget_warnings
 from support.harness_torch import skipping_on_device
 
 SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"
@@ -132,15 +132,17 @@ REFUSED = {
     "halved parameters": ("layer.weight.data = layer.weight.data.half()\nlayer(x)", "of its own"),
     "polyamp": ("import polyamp\nwith polyamp.autocast('mixed_float16'):\n    pass", "of its own"),
     "no optimizer": (TRAINS + "layer.weight.data -= 0.1 * layer.weight.grad", "before any optimizer exists"),
-    "create_graph": (OPTIMIZER + "layer(x).sum().backward(create_graph=True)", "create_graph"),
     "inputs": (OPTIMIZER + "y = layer(x)\ny.sum().backward(inputs=[y])", "not leaves"),
-    "an optimizer in an optimizer": (LOOKAHEAD + OPTIMIZER + "opt = Lookahead(opt)", "steps another optimizer"),
+    "an optimizer in an optimizer": (LOOKAHEAD + OPTIMIZER + "opt = Lookahead(opt)", "steps another one"),
     "an unpickled optimizer": (
         f"import pickle\nopt = pickle.loads({PICKLED!r})\nopt.step()",
         "nothing can skip its steps",
     ),
     "hook": (OPTIMIZER + "layer.weight.register_hook(lambda grad: grad.clamp(-1, 1))", "inside the backward pass"),
-    "retained": (OPTIMIZER + "y = layer(x)\ny.retain_grad()", "inside the backward pass"),
+    "retained": (
+        OPTIMIZER + "y = layer(x)\ny.retain_grad()",
+        "inside the backward pass",
+    ),
     "distribution": (
         OPTIMIZER + "class D(torch.nn.Linear):\n    def forward(self, x):\n"
         "        return torch.distributions.Normal(super().forward(x), 1.0)\nD(2, 1)(x)",
@@ -221,7 +223,7 @@ def test_an_overflow_skips_the_step_even_if_the_script_hides_it_by_clipping(run:
 
 def test_a_loss_scale_that_the_device_decides_about(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     attach = running.attach
-    monkeypatch.setattr(running, "attach", lambda *args: skipping_on_device(attach(*args)))
+    monkeypatch.setattr(running, "attach", lambda *args, **kind: skipping_on_device(attach(*args, **kind)))
     fused = OVERFLOW.replace("SGD(layer.parameters(), lr=0.1)", "SGD(layer.parameters(), lr=0.1, fused=True)")
     found = run(fused, "mixed_float16")
     assert found["seen"] == [True, False, False]
@@ -244,9 +246,25 @@ def test_a_model_that_diverged_does_not_spoil_the_next_one(run: Run) -> None:
 
 
 def test_every_step_skipped_is_a_verdict(run: Run) -> None:
-    with pytest.warns(PolyampWarning, match="not finite before scaling"):
-        found = run(OVERFLOW.replace("(1e35, 1.0, 1.0)", "[float('inf')] * 3"), "mixed_float16")
+    found = run(OVERFLOW.replace("(1e35, 1.0, 1.0)", "[float('inf')] * 3"), "mixed_float16")
     assert "All 3 steps were skipped" in found["report"]["verdicts"][0]
+
+
+def test_derivatives_of_gradients_are_unscaled(run: Run) -> None:
+    code = """
+import torch
+layer = torch.nn.Linear(2, 1, bias=False)
+opt = torch.optim.SGD(layer.parameters(), lr=0.1)
+with torch.no_grad():
+    layer.weight.fill_(0.5)
+layer(torch.ones(1, 2)).square().sum().div(2**10).backward(create_graph=True)
+first, layer.weight.grad = layer.weight.grad, None
+assert first.tolist() == [[2**-9, 2**-9]], first
+first.square().sum().backward()
+assert layer.weight.grad.tolist() == [[2**-16, 2**-16]], layer.weight.grad
+"""
+    with pytest.warns(UserWarning, match="create_graph=True"):  # torch's
+        run(code, "mixed_float16")
 
 
 def test_nothing_in_16_bits_is_a_verdict(run: Run) -> None:

@@ -16,10 +16,14 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 import polyamp
 from polyamp.backends.torch import LossScaledOptimizer
-from polyamp.backends.torch.attached import attach, detach, wrapper_of
+from polyamp.backends.torch.attached import Attached, attach, detach, wrapper_of
 from support.harness_torch import OPTIMIZERS, X, Y, contents
 
 SCALE = polyamp.LossScale(init=1024.0)
+
+
+class Plain(Attached):
+    polyamp_saves_scale = False
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
@@ -109,7 +113,7 @@ def test_schedulers_work_and_warn_only_about_a_wrong_order(before: bool, skipped
 def test_copies_are_attached_and_train_alike(how: str, dtype: torch.dtype) -> None:
     model = model_of(dtype)
     opt = torch.optim.Adam(model.parameters(), lr=0.1)
-    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE, saves_scale=False)
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE, kind=Plain)
     train(model, opt, wrapper)
     if how == "pickle":
         twin_model, twin = pickle.loads(pickle.dumps((model, opt)))
@@ -149,11 +153,11 @@ def test_a_full_state_resumes_bit_for_bit(dtype: torch.dtype) -> None:
     assert contents(other_wrapper) == contents(wrapper)
 
 
-@pytest.mark.parametrize("saves", [True, False])
-def test_a_plain_state_leaves_the_loss_scale(saves: bool) -> None:
+@pytest.mark.parametrize("kind", [Attached, Plain])
+def test_a_plain_state_leaves_the_loss_scale(kind: type[Attached]) -> None:
     model = model_of()
     opt = torch.optim.Adam(model.parameters(), lr=0.1)
-    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE, saves_scale=saves)
+    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE, kind=kind)
     train(model, opt, wrapper, 4, bad=1)
     plain = torch.optim.Adam(model_of().parameters(), lr=0.25)
     opt.load_state_dict(plain.state_dict())

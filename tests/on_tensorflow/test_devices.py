@@ -40,8 +40,3 @@ def test_convolutions_on_a_cpu_without_units_are_mentioned(how: str) -> None:
 )
 def test_other_work_on_a_cpu_is_not_mentioned(operation: str, compute: str, device: str) -> None:
     report_slow(operation, compute, device)
-
-
-def test_a_rewrite_that_changes_nothing_names_the_functions_place() -> None:
-    with pytest.warns(polyamp.PolyampWarning, match=r"changed nothing in <lambda> \(test_devices\.py:\d+\)"):
-        polyamp.rewrite(lambda x: tf.exp(x), tf.ones(3), policy="mixed_float16")

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import polyamp
 from polyamp import LossScale
-from polyamp.backends.tensorflow import LossScaler, rewrite
+from polyamp.backends.tensorflow import rewrite
 from support.replica_strategies import COUNT, STRATEGY
 from support.tensorflow_cases import LOW, PRODUCTS, nodes_that_run, normal, planned
 
@@ -55,25 +55,6 @@ class Wrapped(ByHand):
         self.optimizer.apply(grads, self.variables)
 
 
-class Scaled(ByHand):
-    """`LossScaler` around an optimizer of TensorFlow 1."""
-
-    def __init__(self, variables: list[tf.Variable]) -> None:
-        super().__init__(variables)
-        self.scaler = LossScaler(LossScale(init=INITIAL))
-        self.optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.1)
-
-    @property
-    def loss_scale(self) -> float:
-        return self.scaler.loss_scale
-
-    def scale(self, loss: Any) -> Any:
-        return self.scaler.scale(loss)
-
-    def apply(self, grads: list[Any]) -> None:
-        self.scaler.step(self.optimizer, list(zip(grads, self.variables, strict=True)))
-
-
 class Training:
     """Two weights on every replica, and a step that takes an input for each replica."""
 
@@ -112,9 +93,7 @@ def on_each(value: tf.Tensor) -> Any:
     )
 
 
-@pytest.mark.parametrize(
-    ("make", "policy"), [(ByHand, "mixed_bfloat16"), (Wrapped, "mixed_float16"), (Scaled, "mixed_float16")]
-)
+@pytest.mark.parametrize(("make", "policy"), [(ByHand, "mixed_bfloat16"), (Wrapped, "mixed_float16")])
 def test_losses_are_those_of_float32(make: Any, policy: str) -> None:
     ours, plain = Training(make, policy), Training(make, None)
     losses, expected = ([one.run(seed) for seed in range(STEPS)] for one in (ours, plain))
@@ -153,9 +132,8 @@ def test_casts_stay_on_their_devices() -> None:
 
 
 @pytest.mark.parametrize("spoil", [(np.inf, 1.0), (1.0, np.inf), (np.nan, np.inf)], ids=["first", "second", "both"])
-@pytest.mark.parametrize("make", [Wrapped, Scaled])
-def test_an_overflow_on_one_replica_skips_the_step_on_both(make: Any, spoil: tuple[float, float]) -> None:
-    training = Training(make, "mixed_float16")
+def test_an_overflow_on_one_replica_skips_the_step_on_both(spoil: tuple[float, float]) -> None:
+    training = Training(Wrapped, "mixed_float16")
     training.run(0)
     before = training.copies()
     training.run(1, spoil)
@@ -167,14 +145,3 @@ def test_an_overflow_on_one_replica_skips_the_step_on_both(make: Any, spoil: tup
         assert np.array_equal(*copies)
         assert not np.array_equal(copies, earlier)
         assert np.all(np.isfinite(copies))
-
-
-def test_one_plan_for_each_replica_in_a_function_of_the_users() -> None:
-    ours = Training(ByHand, "mixed_bfloat16")
-
-    @tf.function
-    def several(x: Any, spoil: Any) -> Any:
-        return [ours.step(x, spoil) for _ in range(2)]
-
-    first, second = several(on_each(normal(8, 8)), on_each(tf.constant((1.0, 1.0))))
-    assert float(second) < float(first)

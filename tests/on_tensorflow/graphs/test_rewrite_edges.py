@@ -99,26 +99,6 @@ def test_operations_without_a_kernel_stay_float32(policy: str) -> None:
     assert reasons == {name: f"no {LOW[policy].name} kernel for {name} on CPU" for name in ("GRUBlockCell", "Rint")}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_training_loop_in_the_graph(policy: str) -> None:
-    """Many steps in one call: each iteration has a forward pass, a backward pass and an update."""
-    weight, own = variables_like(W, W)
-
-    def train(variable: tf.Variable) -> Any:
-        step = train_step(EDGES["conv"], variable)
-
-        def steps(x: Any) -> Any:
-            for _ in tf.range(3):
-                step(x)
-            return variable.read_value()
-
-        return steps
-
-    fast = rewritten(train(own), policy)
-    assert relative_error(fast(X) - W, tf.function(train(weight))(X) - W) < TOLERANCE[policy]
-    assert set(planned(fast.plan)) == {LOW[policy].name}
-
-
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "jit_compile"])
 def test_fit_with_a_rewritten_train_step(compiled: bool) -> None:
     x, y = normal(64, 8).numpy(), np.random.default_rng(0).integers(0, 4, 64)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
@@ -133,21 +132,6 @@ def test_what_a_loop_carries(forward: Any, is_low: bool, policy: str) -> None:
     kinds = {tf.as_dtype(dtype) for loop in loops for dtype in loop.attr["T"].list.type}
     assert (LOW[policy] in kinds) == is_low
     assert relative_error(fast(x), forward(x)) < CLOSE[policy]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_weights_gradient_of_many_turns(policy: str) -> None:
-    inputs, kernel, state = normal(1024, 4, 8, scale=1.0), tf.Variable(normal(8, 16, seed=2)), normal(16, 16, seed=3)
-    weight = tf.Variable(state.numpy() * 0.3)
-
-    def step(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            cell = lambda h, one: tf.tanh(one @ kernel + h @ weight)  # noqa: E731
-            loss = tf.reduce_mean(tf.square(tf.scan(cell, x, tf.zeros((4, 16)))))
-        return tape.gradient(loss, [kernel, weight])
-
-    for found, exact in zip(rewrite(step, policy=policy)(inputs), tf.function(step)(inputs), strict=True):
-        assert np.linalg.norm(found - exact) < 0.01 * np.linalg.norm(exact)
 
 
 # Lists.

@@ -73,10 +73,6 @@ def test_losses_over_classes(loss: Any, rows: int) -> None:
     assert [(one.classes, one.rows) for one in found(loss_fn, X).losses] == [(8, rows)]
 
 
-def test_attention_is_no_loss() -> None:
-    assert not found(lambda x: tf.reduce_mean(tf.nn.softmax(x)), X).losses
-
-
 def test_casts_of_the_users_own() -> None:
     layer = keras.layers.Dense(4, dtype="mixed_float16")
 
@@ -142,11 +138,3 @@ def test_without_arguments_nothing_is_traced() -> None:
     known = found(module)
     assert (known.products, known.low_parameters) == ((), ("weight",))
     assert not found(lambda x: x @ W).products
-
-
-def test_lint_of_a_step() -> None:
-    def loss_fn(x: Any) -> Any:
-        return tf.reduce_mean(x @ tf.ones((8, 3)))
-
-    report = polyamp.lint(loss_fn, X, policy="mixed_float16", optimizer=sgd())
-    assert "optimizer-not-wrapped" in [finding.code for finding in report.errors]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pytest
 import tensorflow as tf
 
 from polyamp import LossScale
@@ -27,13 +26,6 @@ def drive(scaler: LossScaler, trace: str, *, compiled: bool = False) -> None:
     run = tf.function(step) if compiled else step
     for finite in read(trace):
         run(tf.constant([1.0 if finite else np.nan, 1.0]))
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
-def test_steps_are_counted(compiled: bool) -> None:
-    scaler = LossScaler(CONFIG)
-    drive(scaler, TRACE, compiled=compiled)
-    assert health(scaler) == Health(CONFIG, walk(CONFIG, read(TRACE))[-1])
 
 
 def test_eager_steps_go_on_where_a_function_ended() -> None:

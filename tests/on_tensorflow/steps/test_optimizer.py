@@ -116,13 +116,6 @@ def test_a_saver_keeps_the_state_and_the_masters(tmp_path: Path) -> None:
     assert any(name.startswith("weight_master") for name in first.values())
 
 
-def test_master_weights_in_a_session_keep_small_updates() -> None:
-    graph = Graph(lambda: wrapped_sgd(1.0, LossScale.fixed(8.0)), initializer=[1.0] * 3, dtype=tf.float16)
-    for _ in range(64):
-        graph.step([2.0**-13] * 3)
-    assert graph.session.run(graph.weight).tolist() == [1 - 64 * 2.0**-13] * 3
-
-
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
 def test_in_a_function_a_skipped_step_changes_no_bit(kind: str, jit_compile: bool) -> None:

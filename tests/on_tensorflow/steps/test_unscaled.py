@@ -96,12 +96,6 @@ def test_an_overflow_skips_the_step_whatever_it_was_clipped_to(change: Any, mode
     assert run.step(0.5, 0.5) == pytest.approx(plain.step(0.5, 0.5), rel=1e-6)
 
 
-def test_gradients_are_those_of_the_loss_itself() -> None:
-    opt, weight = LossScaledOptimizer(sgd()), tf.Variable(START)
-    ((grad, variable),) = opt.compute_gradients(lambda: tf.reduce_sum(weight * [3.0, 4.0]), [weight])
-    assert (grad.numpy().tolist(), variable is weight) == ([3.0, 4.0], True)
-
-
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_gradients_of_a_loss_that_one_scaled_oneself_are_unscaled_as_before(mode: str) -> None:
     opt, weight = LossScaledOptimizer(sgd(), LossScale(init=8.0)), tf.Variable(START)

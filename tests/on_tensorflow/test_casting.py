@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import polyamp
 from polyamp.backends.tensorflow import cast
 
 
@@ -45,17 +44,3 @@ def test_other_floating_kinds_keep_their_kind(leaf: Any) -> None:
     done = cast({"x": leaf}, "float16")["x"]
     assert type(done) is type(leaf)
     assert done.dtype == np.float16
-
-
-def test_casts_in_a_function_carry_gradients_back_in_float32() -> None:
-    weight, policy = tf.Variable([[1.0, 2.0]]), polyamp.policy("mixed_float16")
-
-    @tf.function
-    def gradient(x: tf.Tensor) -> tf.Tensor:
-        with tf.GradientTape() as tape:
-            low, half = policy.cast_to_compute((weight, x))
-            loss = tf.reduce_sum(tf.cast(low @ half, tf.float32))
-        return tape.gradient(loss, weight)
-
-    grad = gradient(tf.constant([[3.0], [4.0]]))
-    assert (grad.dtype, grad.numpy().tolist()) == (tf.float32, [[3.0, 4.0]])

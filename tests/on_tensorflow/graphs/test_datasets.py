@@ -126,20 +126,6 @@ def test_an_operation_whose_functions_are_not_entered_is_named_with_its_place(lo
     assert "test_datasets.py:" in told[0]
 
 
-def test_rules_reach_into_the_body() -> None:
-    def loop(data: Any) -> Any:
-        total = tf.constant(0.0)
-        for batch in data:
-            with tf.name_scope("hot"):
-                total += tf.reduce_sum(batch @ WEIGHT)
-        return total
-
-    policy = polyamp.policy("mixed_float16", rules={"hot/*": "full"})
-    with pytest.warns(polyamp.PolyampWarning, match="changed nothing"):
-        fast = polyamp.rewrite(loop, dataset(), policy=policy)
-    assert products(fast.plan) == {"float32"}
-
-
 def test_a_step_in_a_loop_is_recorded() -> None:
     weight = tf.Variable(tf.ones((4, 3)))
     opt = polyamp.wrap_optimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1), "mixed_float16")

@@ -82,20 +82,6 @@ def with_scaler(loss: Any, trained: Any) -> Callable[[Any], Any]:
     return step
 
 
-def with_wrapped_optimizer(loss: Any, trained: Any) -> Callable[[Any], Any]:
-    optimizer = polyamp.wrap_optimizer(keras.optimizers.SGD(RATE), FP16)
-    optimizer.build(trained)
-
-    def step(x: Any) -> Any:
-        with tf.GradientTape() as tape:
-            value = loss(x)
-            scaled = optimizer.scale_loss(value)
-        optimizer.apply(tape.gradient(scaled, trained), trained)
-        return value
-
-    return step
-
-
 REFERENCES: dict[str, list[float]] = {}
 
 
@@ -110,7 +96,7 @@ def reference(name: str) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "policy", "make"),
     [(name, policy, by_hand) for name in MODELS for policy in POLICIES]
-    + [(name, FP16, make) for name in ("mlp", "attention") for make in (with_scaler, with_wrapped_optimizer)],
+    + [(name, FP16, with_scaler) for name in MODELS],
 )
 def test_losses_are_those_of_float32(name: str, policy: str, make: Any) -> None:
     loss, trained, x = MODELS[name]()
@@ -127,31 +113,18 @@ def test_losses_are_those_of_float32(name: str, policy: str, make: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("how", ["by hand", "LossScaler", "wrapped"])
-def test_unscaling_flushes_nothing(how: str, policy: str) -> None:
+@pytest.mark.parametrize("is_by_hand", [True, False])
+def test_unscaling_flushes_nothing(is_by_hand: bool, policy: str) -> None:
     """TensorFlow's pass unscales in float16, where a fifth of these gradients is 0."""
     weight, x = tf.Variable(normal(64, 64, seed=1, scale=0.1)), normal(128, 64, scale=1.0)
-    scale = polyamp.LossScale.fixed(2.0**15)
-    scaler, wrapped = LossScaler(scale), polyamp.wrap_optimizer(keras.optimizers.SGD(1.0), FP16, loss_scale=scale)
-    wrapped.build([weight])
+    scaler = LossScaler(polyamp.LossScale.fixed(2.0**15))
 
     def step(x: Any, factor: Any) -> Any:
-        before = tf.identity(weight)
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(x @ weight)) * factor
-            scaled = {"by hand": lambda one: one * 2.0**15, "LossScaler": scaler.scale, "wrapped": wrapped.scale_loss}[
-                how
-            ](loss)
+            scaled = loss * 2.0**15 if is_by_hand else scaler.scale(loss)
         grad = tape.gradient(scaled, weight)
-        if how == "by hand":
-            return grad * (1.0 / 2.0**15)
-        if how == "LossScaler":
-            return scaler.unscale([grad])[0][0]
-        weight.assign(tf.zeros_like(weight))
-        wrapped.apply([grad], [weight])
-        update = -weight
-        weight.assign(before)
-        return update
+        return grad * (1.0 / 2.0**15) if is_by_hand else scaler.unscale([grad])[0][0]
 
     exact = tf.function(step)(x, 1.0)
     factor = 8e-8 / np.median(np.abs(exact))

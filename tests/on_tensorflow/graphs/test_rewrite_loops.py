@@ -23,25 +23,10 @@ X = normal(8, 12, 6, seed=7, scale=1.0)
 LISTS = ("EmptyTensorList", "TensorListFromTensor", "TensorListReserve")
 
 
-class Cell(layers.Layer):
-    """A custom cell for `keras.layers.RNN`."""
-
-    state_size = 16
-
-    def build(self, shape: Any) -> None:
-        self.kernel = self.add_weight(shape=(shape[-1], 16), initializer="glorot_uniform")
-        self.state = self.add_weight(shape=(16, 16), initializer="orthogonal")
-
-    def call(self, x: Any, states: Any) -> Any:
-        h = keras.ops.tanh(keras.ops.matmul(x, self.kernel) + keras.ops.matmul(states[0], self.state))
-        return h, [h]
-
-
 MODELS: dict[str, Callable[[], list[Any]]] = {
     "LSTM": lambda: [layers.LSTM(16, return_sequences=True), layers.LSTM(16)],
     "GRU": lambda: [layers.GRU(16, return_sequences=True), layers.GRU(16)],
     "SimpleRNN": lambda: [layers.SimpleRNN(16)],
-    "a cell of one's own": lambda: [layers.RNN(Cell(), return_sequences=True), layers.RNN(Cell())],
     "both ways": lambda: [layers.Bidirectional(layers.LSTM(8))],
 }
 

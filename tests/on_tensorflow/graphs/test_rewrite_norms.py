@@ -128,6 +128,3 @@ def test_a_norm_whose_statistics_have_other_uses_is_right(penalty: Callable[...,
     for found, expected in zip(fast(IMAGES), tf.function(step)(IMAGES), strict=True):
         assert relative_error(found, expected) < 2.0**-5
     assert kernels_of(fast.plan)["FusedBatchNormGradV3", "bfloat16"] == 0
-
-
-_PARAMETERS = (tf.ones(16), tf.zeros(16))

@@ -160,10 +160,3 @@ def test_gradients_that_are_given_are_not_judged() -> None:
         polyamp.rewrite(step, tf.ones((4, 2)), X, policy=F16)
     report = polyamp.lint(step, tf.ones((4, 2)), X, policy=F16)
     assert "unscaled-loss" not in [finding.code for finding in report]
-
-
-def test_without_a_loss_scale_there_is_nothing_to_scale() -> None:
-    loop = Loop("scaler_step", scales=False)
-    loop.scaler = LossScaler(polyamp.LossScale.none())
-    polyamp.rewrite(loop.step, X, policy="mixed_bfloat16", backend="tensorflow")(X)
-    assert loop.weight.numpy()[0, 0] < 1.0

@@ -315,15 +315,6 @@ def test_legacy_optimizers_and_sessions_gradients() -> None:
     assert np.array_equal(weight, W)
 
 
-def test_a_step_inside_of_another_function() -> None:
-    (weight,) = variables_like(W)
-    inner = tf.function(train_step(EDGES["silu"], weight))
-    recording = recorded(lambda x: inner(x)[0], X)
-    assert recording.differentiates
-    assert [one.name for one in recording.of_kind(PARAMETER)] == ["Variable"]
-    assert np.array_equal(weight, W)
-
-
 @pytest.mark.parametrize("wrap", [lambda step: polyamp.rewrite(step, policy=F16, backend="tensorflow"), tf.function])
 def test_functions_in_other_forms(wrap: Callable[[Any], Any]) -> None:
     loss_fn, _ = mlp()

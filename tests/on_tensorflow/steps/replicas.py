@@ -77,17 +77,6 @@ class Wrapped(Stepper):
         self.opt.apply_gradients([(grad, weight)])
 
 
-class Own(Stepper):
-    """A user's own optimizer, without any support for replicas."""
-
-    def __call__(self, grad: tf.Tensor, weight: tf.Variable) -> None:
-        self.scaler.step(self, [(grad, weight)])
-
-    def apply_gradients(self, pairs: list[tuple[tf.Tensor, tf.Variable]]) -> None:
-        for grad, variable in pairs:
-            variable.assign_sub(grad)
-
-
 class Keras:
     """The wrapped Keras optimizer."""
 
@@ -121,7 +110,7 @@ class Clipped(Keras):
         self.opt.apply_gradients([(tf.clip_by_value(plain, -100.0, 100.0), weight)])
 
 
-MAKES = [Stepper, Wrapped, Own, Keras, Clipped]
+MAKES = [Stepper, Wrapped, Keras, Clipped]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])
@@ -173,7 +162,7 @@ def test_the_state_is_saved_and_continues_in_every_replica(tmp_path: Any) -> Non
     assert copies(second.stepper.scaler.scalars[0]) == [4.0] * LOCAL
 
 
-@pytest.mark.parametrize("make", [Stepper, Wrapped, Own, Keras])
+@pytest.mark.parametrize("make", [Stepper, Wrapped, Keras])
 def test_a_step_outside_of_the_replicas_is_refused(make: Any) -> None:
     loop = Loop(make)
     with STRATEGY.scope(), pytest.raises(polyamp.errors.UsageError, match=r"strategy\.run"):

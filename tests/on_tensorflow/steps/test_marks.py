@@ -38,23 +38,6 @@ def test_all_of_a_step_is_marked(settings: LossScale) -> None:
     assert names.count(f"{SCOPE}/polyamp_finite") == int(settings.check)
 
 
-def variable_names(settings: LossScale, dtype: tf.DType) -> set[str]:
-    """Return the names of the optimizer's variables and of the master weights, as this graph counts them."""
-    weight, scaler = tf.Variable(tf.ones(2, dtype), name="weight"), LossScaler(settings)
-    opt = v1.train.AdamOptimizer(0.1)
-    graph_of(lambda grad: scaler.step(opt, [(grad, weight)]), dtype)
-    return {variable.name for variable in (*opt.variables(), *scaler.variables)}
-
-
-@SETTINGS
-@pytest.mark.parametrize("dtype", [tf.float32, tf.float16])
-def test_no_variable_tells_the_mark(settings: LossScale, dtype: tf.DType) -> None:
-    names = variable_names(settings, dtype)
-    assert any("beta1_power" in name for name in names)
-    assert any("weight_master" in name for name in names) is (dtype == tf.float16)
-    assert not [name for name in names if "polyamp" in name]
-
-
 @SETTINGS
 def test_a_saver_finds_the_names_of_the_plain_optimizer(settings: LossScale) -> None:
     def names(wrap: Any) -> set[str]:

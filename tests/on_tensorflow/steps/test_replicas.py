@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 STEPS = (HERE / "replicas.py", HERE.parents[1] / "on_keras" / "steps" / "replicas.py")
 REWRITTEN = HERE.parent / "graphs" / "rewrite_devices.py"
 SUITES = "tensorflow,keras"
-MATTER = "(anywhere or applied) and (True or function) and not Own or norm or saved or outside or several_processes"
+MATTER = "(anywhere or applied) and (True or function) or norm or saved or outside or several_processes"
 """What two processes test; eager steps are slow there."""
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from polyamp.backends.torch.apex_casts import AmpHandle
 from polyamp.backends.torch.attached import wrapper_of
-from polyamp.backends.torch.autocast.weights import forget_casts
+from polyamp.backends.torch.autocast.casts import forget_casts
 from polyamp.backends.torch.steps import refusals
 from polyamp.backends.torch.steps.losses import LossScalers, Scaling
 from polyamp.backends.torch.steps.optimizer import ALIVE, LossScaledOptimizer

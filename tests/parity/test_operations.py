@@ -19,7 +19,7 @@ from polyamp.backends.jax.operations import OPERATIONS as jax_names
 from polyamp.backends.keras.operations import ACTIVATIONS
 from polyamp.backends.keras.operations import OPERATIONS as keras_names
 from polyamp.backends.tensorflow.operations import OPERATIONS as tensorflow_names
-from polyamp.backends.torch.autocast.native_lists import registered
+from polyamp.backends.torch.autocast.behaviours import registered
 from polyamp.backends.torch.operations import MODULES, canonical
 from polyamp.backends.torch.operations import OPERATIONS as torch_names
 from polyamp.operations import OPERATIONS

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast import overrides, path_rules, regions, weights
+from polyamp.backends.torch.autocast import casts, overrides, path_rules, regions
 from polyamp.backends.torch.autocast.regions import (
     ACCELERATOR,
     DEVICE_TYPES,
@@ -142,11 +142,11 @@ def _region_of(param: str, compute: str, output: str, rules: tuple[Rule, ...]) -
     defaults = default_rules(param, compute, output)
     region = Region(dtype, tuple(rule for rule in rules if rule not in defaults))
     regions.watch_compilation()
-    weights.watch_optimizers()
+    casts.watch_optimizers()
     for device_type in DEVICE_TYPES:
         torch.autocast(device_type, dtype)  # refuses what the device cannot do
         overrides.prepare(region, device_type)
-        weights.watch(device_type)
+        casts.watch(device_type)
     return region
 
 

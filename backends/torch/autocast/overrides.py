@@ -20,8 +20,7 @@ import torch
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast import behaviours, boxed, casts
-from polyamp.backends.torch.autocast.behaviours import PROMOTING, Behaviour, behaviour, class_name
-from polyamp.backends.torch.autocast.native_lists import registered
+from polyamp.backends.torch.autocast.behaviours import PROMOTING, Behaviour, behaviour, class_name, registered
 from polyamp.backends.torch.autocast.regions import Region, current, number_of
 
 

@@ -67,47 +67,28 @@ def explain(
         UsageError: the call is in a `torch.autocast` region.
     """
     chosen, fn = usable(policy), checked(module)
-    if engine not in (None, *ENGINES):
-        raise _no_engine(engine)
+    if engine not in (None, "rewrite", "autocast"):
+        raise InvalidValueError(
+            "unknown engine",
+            where="explain(module, engine=)",
+            found=repr(engine),
+            allowed="rewrite, autocast",
+            fix='leave it out, or use engine="autocast" for a plan of polyamp.autocast',
+        )
     if engine == "autocast":
         return recorded(fn, inputs, kwargs, chosen)
     check_no_autocast()
     try:
-        return captured_plan(fn, inputs, kwargs, chosen)
+        return Program(fn, chosen, inputs, kwargs, root=root_of(fn)).plan
     except PolyampError as error:
         refusal = error  # handled outside, because what the run keeps would keep the error too
-    return _recorded_instead(fn, inputs, kwargs, chosen, refusal)
-
-
-ENGINES = ("rewrite", "autocast")
-
-
-def captured_plan(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
-    """Return the plan of `rewrite`."""
-    return Program(fn, policy, args, kwargs, root=root_of(fn)).plan
-
-
-def _recorded_instead(
-    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, error: PolyampError
-) -> Plan:
-    """Return the plan of a recorded run, or raise the error of the capture if it does not run either."""
     try:
-        plan = recorded(fn, args, kwargs, policy, why=str(error).partition("\n")[0])
+        plan = recorded(fn, inputs, kwargs, chosen, why=str(refusal).partition("\n")[0])
     except InvalidValueError:
-        raise error from None
+        raise refusal from None  # it does not run either
     if not plan.operations:
-        raise error
+        raise refusal
     return plan
-
-
-def _no_engine(engine: object) -> InvalidValueError:
-    return InvalidValueError(
-        "unknown engine",
-        where="explain(module, engine=)",
-        found=repr(engine),
-        allowed=", ".join(ENGINES),
-        fix='leave it out, or use engine="autocast" for a plan of polyamp.autocast',
-    )
 
 
 def rewritten_for(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Any:
@@ -129,7 +110,10 @@ def recorded(
     # It runs on tensors without data if its code allows that. Otherwise it really runs; afterwards parameters, buffers,
     # gradients, modes and random states are restored.
     try:
-        explainer = _ran(fn, args, kwargs, policy)
+        try:
+            explainer = _run_on_fakes(fn, args, kwargs, policy)
+        except Exception:  # its code reads values, or an operator has no kernel for tensors without data
+            explainer = _run_really(fn, args, kwargs, policy)
     except Exception as error:
         raise InvalidValueError(
             "the function does not run with these arguments",
@@ -140,13 +124,6 @@ def recorded(
     operations, saved = tuple(explainer.operations), explainer.saved.total
     engine = f"autocast, recorded: {why}" if why else "autocast"
     return Plan(str(policy), operations, saved, unused_rules=explainer.unused, engine=engine)
-
-
-def _ran(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> _Explainer:
-    try:
-        return _run_on_fakes(fn, args, kwargs, policy)
-    except Exception:  # its code reads values, or an operator has no kernel for tensors without data
-        return _run_really(fn, args, kwargs, policy)
 
 
 def _run_on_fakes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> _Explainer:

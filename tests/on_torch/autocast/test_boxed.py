@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
 from polyamp.backends.torch.autocast import behaviours, boxed
-from polyamp.backends.torch.autocast.native_lists import registered
+from polyamp.backends.torch.autocast.behaviours import registered
 from polyamp.backends.torch.autocast.regions import Region
 from polyamp.backends.torch.unstable import AutocastKey, is_composite, schema_arguments
 from polyamp.operations import CLASSES

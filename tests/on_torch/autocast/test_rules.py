@@ -15,8 +15,7 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, Au
 
 import polyamp
 from polyamp.backends.torch import autocast
-from polyamp.backends.torch.autocast.behaviours import operators_of
-from polyamp.backends.torch.autocast.native_lists import category, known
+from polyamp.backends.torch.autocast.behaviours import category, known, operators_of
 
 X = torch.arange(16.0).reshape(4, 4) / 16
 B, H = X.bfloat16(), X.half()
@@ -278,9 +277,9 @@ def test_a_name_of_nothing_is_reported_once(pattern: str) -> None:
 
 
 def test_an_operator_that_this_list_does_not_know_is_left_native_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyamp.backends.torch.autocast import native_lists
+    from polyamp.backends.torch.autocast import behaviours
 
-    monkeypatch.delitem(native_lists._LISTS["cpu"], "aten::trace")
+    monkeypatch.delitem(behaviours._LISTS["cpu"], "aten::trace")
     assert category("aten::trace", "cpu") == "unknown"
     said = pytest.warns(polyamp.PolyampWarning, match=r"aten::trace .* rule 'trace' has no effect on it")
     with said, autocast(policy({"trace": "lower"})):

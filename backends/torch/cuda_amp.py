@@ -1,4 +1,4 @@
-"""`torch.cuda.amp` and `torch.cpu.amp`, which PyTorch has deprecated, on polyamp.
+"""`torch.cuda.amp`, which PyTorch has deprecated, on polyamp.
 
 With a CUDA device, a region is the native one, and the scaler is polyamp's. Without one, native `torch.cuda.amp`
 disables itself, so that a script trains in float32; here the script gets the precision that it asks for, on the devices
@@ -29,10 +29,12 @@ from polyamp.policies import policy
 from polyamp.regions import autocast as polyamp_autocast
 from polyamp.run import Session, current, found
 
-__all__ = ["GradScaler", "OptState", "amp_definitely_not_available", "autocast", "custom_bwd", "custom_fwd", "install"]
+__all__ = ["GradScaler", "OptState", "autocast", "custom_bwd", "custom_fwd", "install"]
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
+_HAS_CUDA = "cuda" in DEVICE_TYPES
+_DEVICE = "cuda" if _HAS_CUDA else ACCELERATOR or "cpu"
 _POLICIES = {torch.float16: policy("mixed_float16"), torch.bfloat16: policy("mixed_bfloat16")}
 
 
@@ -54,31 +56,11 @@ def autocast(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_ena
         PolyampDeprecationWarning: at the first use; its message has the line to write instead.
         PolyampWarning: at the first use without a CUDA device: the region holds on the devices there are.
     """
-    _report_region("cuda", enabled, str(dtype))
-    return _region("cuda", enabled, dtype, cache_enabled)
-
-
-def cpu_autocast(enabled: bool = True, dtype: torch.dtype = torch.bfloat16, cache_enabled: bool = True) -> Any:
-    """Return a region of autocast on the CPU, as ``torch.cpu.amp.autocast`` does; see `autocast`."""
-    _report_region("cpu", enabled, str(dtype))
-    return _region("cpu", enabled, dtype, cache_enabled)
-
-
-def _region(device_type: str, enabled: bool, dtype: torch.dtype, cache_enabled: bool) -> Any:
-    """Return a region of polyamp, unless that would affect more than a native region here, or native autocast refuses.
-
-    The formats are the same in both, except in float16 on a CPU, where polyamp has CUDA's list of operations.
-    """
+    _report_region(bool(enabled), str(dtype))
     low = _POLICIES.get(dtype)
-    is_native = device_type in DEVICE_TYPES and len(DEVICE_TYPES) > 1
-    if is_native or not enabled or low is None or not cache_enabled:
-        return torch.autocast(_device(device_type), dtype=dtype, enabled=bool(enabled), cache_enabled=cache_enabled)
+    if _HAS_CUDA or not enabled or low is None or not cache_enabled:
+        return torch.autocast(_DEVICE, dtype=dtype, enabled=bool(enabled), cache_enabled=cache_enabled)
     return traced_context(low) or polyamp_autocast(low, backend="torch")
-
-
-def _device(device_type: str) -> str:
-    """Return a device type that is here: this one, else the accelerator, else the CPU."""
-    return device_type if device_type in DEVICE_TYPES else ACCELERATOR or "cpu"
 
 
 class GradScaler(PolyampGradScaler):
@@ -97,8 +79,6 @@ class GradScaler(PolyampGradScaler):
         PolyampWarning: at the first use without a CUDA device.
     """
 
-    _DEVICE = "cuda"
-
     def __init__(
         self,
         init_scale: float = 2.0**16,
@@ -108,20 +88,14 @@ class GradScaler(PolyampGradScaler):
         enabled: bool = True,
     ) -> None:
         instead = 'opt = polyamp.wrap_optimizer(opt, "mixed_float16"), opt.backward(loss), opt.step()'
-        name = f"torch.{self._DEVICE}.amp.GradScaler"
-        warn_deprecated(f"{name}()", f"{instead}. Or keep the scaler: polyamp.backends.torch.GradScaler()")
+        instead += ". Or keep the scaler: polyamp.backends.torch.GradScaler()"
+        warn_deprecated("torch.cuda.amp.GradScaler()", instead)
         if enabled:
-            found(name)
-            _report_devices(self._DEVICE, "float16")
-        super().__init__(_device(self._DEVICE), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+            found("torch.cuda.amp.GradScaler")
+            _report_devices("float16")
+        super().__init__(_DEVICE, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if enabled and (session := current()) is not None:
             session.holders.append(self)
-
-
-class CpuGradScaler(GradScaler):
-    """Scale losses as ``torch.cpu.amp.GradScaler`` does; see `GradScaler`."""
-
-    _DEVICE = "cpu"
 
 
 def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> Any:
@@ -134,14 +108,14 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
     """
     warn_deprecated("torch.cuda.amp.custom_fwd", "@polyamp.backends.torch.custom_fwd")
     if cast_inputs is not None:
-        return torch.amp.custom_fwd(fwd, device_type=_device("cuda"), cast_inputs=cast_inputs)
+        return torch.amp.custom_fwd(fwd, device_type=_DEVICE, cast_inputs=cast_inputs)
     return custom.custom_fwd if fwd is None else custom.custom_fwd(fwd)
 
 
 def custom_bwd(bwd: Fn) -> Fn:
     """Decorate the ``backward`` of a function whose ``forward`` has `custom_fwd`, to run it as that ran."""
     warn_deprecated("torch.cuda.amp.custom_bwd", "@polyamp.backends.torch.custom_bwd")
-    in_region, cast = custom.custom_bwd(bwd), torch.amp.custom_bwd(bwd, device_type=_device("cuda"))
+    in_region, cast = custom.custom_bwd(bwd), torch.amp.custom_bwd(bwd, device_type=_DEVICE)
 
     @functools.wraps(bwd)
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -150,48 +124,37 @@ def custom_bwd(bwd: Fn) -> Fn:
     return backward  # type: ignore[return-value]
 
 
-def amp_definitely_not_available() -> bool:
-    """Return False: there is autocast on every device."""
-    return False
-
-
 @constant_when_compiled
-def _report_region(device_type: str, enabled: bool, dtype: str) -> None:
+def _report_region(enabled: bool, dtype: str) -> None:
     """Warn at the first use. Arguments are plain values, so that Dynamo can compare them."""
     form = dtype.removeprefix("torch.")
     named = f"mixed_{form}" if enabled and form in ("float16", "bfloat16") else "float32"
-    warn_deprecated(f"torch.{device_type}.amp.autocast()", f'polyamp.autocast("{named}")', stacklevel=4)
+    warn_deprecated("torch.cuda.amp.autocast()", f'polyamp.autocast("{named}")', stacklevel=4)
     if enabled:
-        found(f"torch.{device_type}.amp.autocast")
-        _report_devices(device_type, form)
+        found("torch.cuda.amp.autocast")
+        _report_devices(form)
 
 
-def _report_devices(device_type: str, form: str) -> None:
-    if device_type not in DEVICE_TYPES:
-        here = " and ".join(DEVICE_TYPES)
+def _report_devices(form: str) -> None:
+    if not _HAS_CUDA:
         warn_once(
-            f"torch.{device_type}.amp without a {device_type.upper()} device: native autocast and scaler disable "
-            f"themselves; polyamp's run in {form} on {here}. Pass enabled=False to train in float32.",
+            "torch.cuda.amp without a CUDA device: native autocast and scaler disable themselves; polyamp's run in "
+            f"{form} on {' and '.join(DEVICE_TYPES)}. Pass enabled=False to train in float32.",
             stacklevel=5,
         )
 
 
 # Dynamo takes the objects with these names in `autocast_mode` for native regions, so they are not the functions.
 _CUSTOM = {"custom_fwd": custom_fwd, "custom_bwd": custom_bwd}
-_AVAILABLE = {"amp_definitely_not_available": amp_definitely_not_available}
 _NAMES: dict[str, dict[str, Any]] = {
-    "torch.cuda.amp": {"autocast": autocast, "GradScaler": GradScaler, **_CUSTOM, **_AVAILABLE},
+    "torch.cuda.amp": {"autocast": autocast, "GradScaler": GradScaler, **_CUSTOM},
     "torch.cuda.amp.autocast_mode": {"autocast": functools.partial(autocast), **_CUSTOM},
     "torch.cuda.amp.grad_scaler": {"GradScaler": GradScaler, "OptState": OptState},
-    "torch.cuda.amp.common": _AVAILABLE,
-    "torch.cpu.amp": {"autocast": cpu_autocast, "GradScaler": CpuGradScaler},
-    "torch.cpu.amp.autocast_mode": {"autocast": functools.partial(cpu_autocast)},
-    "torch.cpu.amp.grad_scaler": {"GradScaler": CpuGradScaler},
 }
 
 
 def install(session: Session) -> None:
-    """Put the names of this module into ``torch.cuda.amp`` and ``torch.cpu.amp`` until a run ends."""
+    """Put the names of this module into ``torch.cuda.amp`` until a run ends."""
     for module_name, names in _NAMES.items():
         module = _module(session, module_name)
         for name, value in names.items():

@@ -143,10 +143,10 @@ def trained(scaler: Any) -> tuple[list[Tensor], list[float]]:
 
 
 @old_interface
-@pytest.mark.parametrize("made", [cuda_amp.GradScaler, cuda_amp.CpuGradScaler])
-def test_a_scaler_trains_as_torchs(made: Any) -> None:
-    settings = {"init_scale": 256.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
-    (ours, scales), (theirs, their_scales) = trained(made(**settings)), trained(torch.amp.GradScaler("cpu", **settings))
+def test_a_scaler_trains_as_torchs() -> None:
+    settings: dict[str, Any] = {"init_scale": 256.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 2}
+    ours, scales = trained(cuda_amp.GradScaler(**settings))
+    theirs, their_scales = trained(torch.amp.GradScaler("cpu", **settings))
     assert scales == their_scales
     assert all(map(torch.equal, ours, theirs))
 
@@ -231,7 +231,6 @@ def test_the_real_modules_have_the_names_until_the_run_ends() -> None:
     cuda_amp.install(session)
     assert names() == {(module, name): v for module, values in cuda_amp._NAMES.items() for name, v in values.items()}
     assert torch.cuda.amp.GradScaler is cuda_amp.GradScaler
-    assert not torch.cuda.amp.common.amp_definitely_not_available()
     session.close()
     assert names() == before
 
@@ -259,8 +258,7 @@ def test_a_run_is_told_what_is_enabled(session: Session) -> None:
     assert not session.interfaces
     torch.cuda.amp.autocast()
     scaler = torch.cuda.amp.GradScaler()
-    torch.cpu.amp.autocast()
-    told = ["torch.cuda.amp.autocast", "torch.cuda.amp.GradScaler", "torch.cpu.amp.autocast"]
+    told = ["torch.cuda.amp.autocast", "torch.cuda.amp.GradScaler"]
     assert [one["interface"] for one in session.interfaces] == told
     assert session.holders == [scaler]
     assert polyamp.health(scaler) is not None

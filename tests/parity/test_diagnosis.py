@@ -143,15 +143,6 @@ def test_the_parameters_gradients_are_the_same(probes, other) -> None:
         assert probes["torch"].need(one) == other.need(two)
 
 
-def test_the_table_and_the_json_have_the_same_form(probes, other) -> None:
-    def keys(probe: Probe) -> list[str]:
-        return [*probe.as_dict(), *probe.as_dict()["tensors"][0]]
-
-    assert keys(other) == keys(probes["torch"])
-    assert other.rows()[0] == probes["torch"].rows()[0]
-    assert str(other).splitlines()[-2:] == str(probes["torch"]).splitlines()[-2:]
-
-
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_verdict_on_a_fault_is_the_same(framework: str, fault: str) -> None:

@@ -19,7 +19,6 @@ from polyamp import LossScale
 from polyamp.diagnosis.diagnose import Verdict
 from polyamp.diagnosis.health import Health, health
 from polyamp.diagnosis.watch import watch
-from polyamp.errors import UsageError
 from polyamp.testing import Session, random_arrays, spoiled
 from support.harness_jax import JaxHarness
 from support.harness_keras import KerasHarness
@@ -183,10 +182,3 @@ def test_a_verdict_is_a_warning_where_nobody_is_to_have_it(kind: str) -> None:
         watched(BAD)
     with pytest.warns(polyamp.PolyampWarning, match=r"(?s)skipped in a row.*loss scale 2\^9.*verdict: "):
         watched(BAD)
-
-
-def test_a_step_without_a_loss_scale_says_what_to_give() -> None:
-    watched = watch(lambda x: x, after=2)
-    watched(jnp.ones(2))
-    with pytest.raises(UsageError, match=r"(?s)no loss scale to watch.*polyamp.watch\(step, optimizer\)"):
-        watched(jnp.ones(2))

@@ -62,17 +62,9 @@ def test_a_state_that_only_the_result_shows_is_followed_there(holder: str) -> No
     assert [verdict.kind for verdict in verdicts] == ["forward"]
 
 
-def test_a_step_that_skips_nothing_gets_no_verdict() -> None:
-    verdicts: list[Any] = []
-    watched = polyamp.watch(jax.jit(step), TX, after=1, on_verdict=verdicts.append, policy=POLICY)
-    params, opt_state = PARAMS, TX.init(PARAMS)
-    for _ in range(3):
-        params, opt_state, _ = watched(params, opt_state, jnp.full((8, 4), 0.01))
-    assert opt_state.last_step
-    assert not verdicts
-
-
 def test_a_step_without_any_state_is_told_what_to_do() -> None:
     watched = polyamp.watch(lambda x: x, TX, after=1)
-    with pytest.raises(polyamp.errors.UsageError, match="let the step take and return its state"):
+    with pytest.raises(
+        polyamp.errors.UsageError, match="let the step take and return its state"
+    ):
         watched(BATCH)

@@ -15,8 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from polyamp.diagnosis.probe import Probe, record, sixteen_bit, written
-from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Observation, Recording
-from polyamp.diagnosis.rounding import Rounding, rounding
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Observation, Recording, Rounding, rounding
 from polyamp.formats import format_of
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy

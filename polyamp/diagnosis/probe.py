@@ -15,8 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from polyamp.adapters import offering
-from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
-from polyamp.diagnosis.rounding import Rounding, rounding
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording, Rounding, rounding
 from polyamp.diagnosis.spread import Window
 from polyamp.errors import check_callable, check_range
 from polyamp.formats import format_of

@@ -64,7 +64,5 @@ def test_a_state_that_only_the_result_shows_is_followed_there(holder: str) -> No
 
 def test_a_step_without_any_state_is_told_what_to_do() -> None:
     watched = polyamp.watch(lambda x: x, TX, after=1)
-    with pytest.raises(
-        polyamp.errors.UsageError, match="let the step take and return its state"
-    ):
+    with pytest.raises(polyamp.errors.UsageError, match="let the step take and return its state"):
         watched(BATCH)

@@ -131,28 +131,20 @@ class Plan(Report):
     def __str__(self) -> str:
         return f"{self.heading()}\n\n{self.table(rows=20)}"
 
-    def table(self, *, grouped: bool = True, rows: int | None = None) -> str:
-        """Return the operations as an aligned table.
-
-        Args:
-            grouped: see `rows`.
-            rows: how many rows to show; None shows all.
-        """
-        head, *operations = self.rows(grouped=grouped)
+    def table(self, *, rows: int | None = None) -> str:
+        """Return an aligned table of so many rows; None shows all."""
+        head, *operations = self.rows()
         text = aligned([head, *operations[:rows]], right=(3, 4))
         left_out = len(operations) - len(operations[:rows])
         return f"{text}\n{left_out} more rows: print(plan.table())" if left_out else text
 
-    def rows(self, *, grouped: bool = True) -> list[tuple[str, ...]]:
-        """Return the rows of the table, the heading first.
-
-        Args:
-            grouped: put similar operations in one row, and the rows that move most bytes first; else one row per
-                operation, in execution order.
-        """
-        head = ("operation", "class", "format", "count", "moved", "why", "where")
-        groups = _grouped(self.operations) if grouped else [[op] for op in self.operations]
-        return [head, *map(_row, groups)]
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the rows of the table, the heading first: similar operations together, most bytes moved first."""
+        groups: dict[tuple[str, ...], list[PlannedOperation]] = {}
+        for op in self.operations:
+            groups.setdefault((op.name, op.op_class, op.format, op.reason), []).append(op)
+        ordered = sorted(groups.values(), key=lambda group: -sum(op.bytes_moved * op.times for op in group))
+        return [("operation", "class", "format", "count", "moved", "why", "where"), *map(_row, ordered)]
 
 
 def _bytes_line(label: str, totals: dict[str, Any], key: str) -> str:
@@ -161,13 +153,6 @@ def _bytes_line(label: str, totals: dict[str, Any], key: str) -> str:
         return f"{label}: {in_bytes(own)}"
     share = f", {own / full:.0%} of it" if full else ""
     return f"{label}: {in_bytes(own)} (float32: {in_bytes(full)}{share})"
-
-
-def _grouped(operations: Iterable[PlannedOperation]) -> list[list[PlannedOperation]]:
-    groups: dict[tuple[str, ...], list[PlannedOperation]] = {}
-    for op in operations:
-        groups.setdefault((op.name, op.op_class, op.format, op.reason), []).append(op)
-    return sorted(groups.values(), key=lambda group: -sum(op.bytes_moved * op.times for op in group))
 
 
 def _row(group: list[PlannedOperation]) -> tuple[str, ...]:

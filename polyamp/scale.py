@@ -26,8 +26,8 @@ from polyamp.errors import (
     is_number,
     look_for_nonfinite,
     non_finite_loss,
-    shown,
     warn_once,
+    wrong_type,
 )
 from polyamp.formats import FORMATS, in_single
 from polyamp.libraries import KIND, LARGEST_COUNT, OTHER_NAMES, library, read, report_lost, write
@@ -71,16 +71,16 @@ def invalid_setting(name: str, found: object, allowed: str) -> InvalidValueError
     )
 
 
+def wrong_setting(name: str, found: object, allowed: str) -> InvalidTypeError:
+    """Return the error for a setting of the wrong type."""
+    what, fix = f"loss-scale setting {name} is not {allowed}", "pass a plain number"
+    return wrong_type(found, where=f"LossScale({name}=...)", allowed=allowed, fix=fix, what=what)
+
+
 def checked_real(name: str, value: object, *, above: float) -> float:
     """Return a setting that is a finite number greater than ``above``, as a float."""
     if not is_number(value):
-        raise InvalidTypeError(
-            f"loss-scale setting {name} is not a number",
-            where=f"LossScale({name}=...)",
-            found=shown(value),
-            allowed="a Python int or float",
-            fix="pass a plain number",
-        )
+        raise wrong_setting(name, value, "a number")
     try:
         number = float(value)
     except OverflowError:  # an int beyond the range of float64, too long to print
@@ -93,13 +93,7 @@ def checked_real(name: str, value: object, *, above: float) -> float:
 def checked_count(name: str, value: object) -> int:
     """Return a setting that is a number of steps."""
     if not is_integer(value):
-        raise InvalidTypeError(
-            f"loss-scale setting {name} is not an integer",
-            where=f"LossScale({name}=...)",
-            found=shown(value),
-            allowed="a Python int",
-            fix="pass a whole number of steps",
-        )
+        raise wrong_setting(name, value, "an integer")
     if not 1 <= value <= LARGEST_COUNT:
         raise invalid_setting(name, value, "an integer between 1 and 2**31 - 1: counters are int32")
     return value
@@ -222,20 +216,19 @@ class LossScale:
         self._check_limits()
 
     def _check_limits(self) -> None:
-        if in_single(self.backoff) >= 1 or in_single(self.backoff) == 0:
-            raise invalid_setting(
-                "backoff", self.backoff, "a number between 0 and 1, both excluded, as a float32 number"
-            )
-        if in_single(self.growth) <= 1:
-            raise invalid_setting("growth", self.growth, "a number greater than 1, as a float32 number")
-        if self.max > FLOAT32.max:
-            raise invalid_setting("max", self.max, f"at most {FLOAT32.max:g}, the largest float32")
-        if self.min < FLOAT32.smallest_normal:
-            raise invalid_setting("min", self.min, f"at least {FLOAT32.smallest_normal:g}, the smallest normal float32")
-        if self.min > self.max:
-            raise invalid_setting("min", self.min, f"at most max, which is {self.max:g}")
-        if not self.min <= self.init <= self.max:
-            raise invalid_setting("init", self.init, f"between min = {self.min:g} and max = {self.max:g}")
+        growth, backoff = in_single(self.growth), in_single(self.backoff)
+        smallest, largest = FLOAT32.smallest_normal, FLOAT32.max
+        limits = (
+            ("backoff", 0 < backoff < 1, "a number between 0 and 1, both excluded, as a float32 number"),
+            ("growth", growth > 1, "a number greater than 1, as a float32 number"),
+            ("max", self.max <= largest, f"at most {largest:g}, the largest float32"),
+            ("min", self.min >= smallest, f"at least {smallest:g}, the smallest normal float32"),
+            ("min", self.min <= self.max, f"at most max, which is {self.max:g}"),
+            ("init", self.min <= self.init <= self.max, f"between min = {self.min:g} and max = {self.max:g}"),
+        )
+        for name, fits, allowed in limits:
+            if not fits:
+                raise invalid_setting(name, getattr(self, name), allowed)
 
     @classmethod
     def fixed(cls, scale: float) -> LossScale:
@@ -263,12 +256,12 @@ class LossScale:
         if isinstance(value, str) and value == "dynamic":
             return cls()
         if not is_number(value):
-            raise InvalidTypeError(
-                "this is not a loss scale",
+            raise wrong_type(
+                value,
                 where=where,
-                found=shown(value),
                 allowed='a polyamp.LossScale, a number for a scale that never moves, or "dynamic"',
                 fix=_without_quotes(value) or "write LossScale(...), LossScale.fixed(128) or LossScale.none()",
+                what="this is not a loss scale",
             )
         return cls.fixed(value)
 
@@ -352,13 +345,8 @@ class LossScale:
     def from_dict(cls, settings: Mapping[str, Any]) -> LossScale:
         """Build settings from the result of `to_dict`."""
         if not isinstance(settings, Mapping):
-            raise InvalidTypeError(
-                "loss-scale settings must be a mapping",
-                where="LossScale.from_dict(settings)",
-                found=repr(settings),
-                allowed="a mapping from field to value",
-                fix="pass the result of LossScale.to_dict()",
-            )
+            allowed, fix = "a mapping from field to value", "pass the result of LossScale.to_dict()"
+            raise wrong_type(settings, where="LossScale.from_dict(settings)", allowed=allowed, fix=fix)
         return cls(**{str(name): value for name, value in settings.items()})
 
     def to_state_dict(self, state: LossScaleState, *, like: str | None = None) -> dict[str, Any]:

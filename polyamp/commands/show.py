@@ -1,4 +1,4 @@
-"""The output of commands: a rich table on a terminal, the report's own text elsewhere, and JSON."""
+"""The output of commands: the text of reports, and JSON."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from polyamp.diagnosis.pictures import figure_for
 from polyamp.errors import InvalidValueError
 from polyamp.report import Report, write_json
 
 STDOUT = "-"
-
-_STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan", "ok": "green", "failed": "red"}
 
 
 def check_files(json_file: str | None, plot_file: str | None = None) -> None:
@@ -59,14 +52,7 @@ def show(reports: Sequence[Report], values: Mapping[str, Any], json_file: str | 
     if json_file == STDOUT:
         print(json.dumps(values, indent=1, allow_nan=False))
         return
-    console = Console()
-    for place, report in enumerate(reports):
-        if place:
-            print()
-        if sys.stdout.isatty():
-            show_rich(report, console)
-        else:
-            print(report)
+    print(*reports, sep="\n\n")
     if json_file is not None:
         with writing():
             write_json(values, json_file)
@@ -79,23 +65,3 @@ def writing() -> Iterator[None]:
         yield
     except OSError as error:
         raise _unwritable(str(error)) from error
-
-
-def show_rich(report: Report, console: Console) -> None:
-    """Print a report with its table drawn by rich."""
-    console.print(report.heading(), highlight=False, markup=False, soft_wrap=True)
-    if report.rows():
-        console.print(_rich_table(report.rows()))
-    for sentence in report.sentences():
-        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
-
-
-def _rich_table(rows: Sequence[Sequence[str]]) -> Table:
-    header, *body = rows
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for place, heading in enumerate(header):
-        numbers = all(row[place][:1] in "+-.0123456789" for row in body)
-        table.add_column(escape(heading), justify="right" if numbers else "left", overflow="fold")
-    for row in body:
-        table.add_row(*map(escape, row), style=next((_STYLES[cell] for cell in row if cell in _STYLES), None))
-    return table

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from polyamp import Plan, cli
-from polyamp.commands.show import show_rich
 from polyamp.commands.target import load, step_of
 from polyamp.diagnosis.lint import Finding, Findings
 from polyamp.plan import PlannedOperation
@@ -146,23 +143,3 @@ PLAN = Plan("mixed_float16", tuple(PLANNED))
 REPORT = Findings(
     "torch", "mixed_float16", (Finding("no-masters", "warning", "a parameter in 16 bits", "", "keep float32"),)
 )
-NOTHING = Findings("torch", "mixed_float16", ())
-
-
-@pytest.mark.parametrize(
-    ("report", "holds"),
-    [
-        (PLAN, ["30 operations (30 float16)", "lower", "model[29]"]),
-        (REPORT, ["1 warning", "no-masters", "keep float32"]),
-        (NOTHING, ["nothing found"]),
-    ],
-    ids=["plan", "report", "nothing"],
-)
-def test_on_a_terminal_the_table_is_drawn(report: Any, holds: list[str]) -> None:
-    screen = io.StringIO()
-    show_rich(report, Console(file=screen, width=120, color_system=None))
-    shown = screen.getvalue()
-    assert all(text in shown for text in holds), shown
-    assert ("─" in shown) == bool(report.rows())
-    assert shown.count(holds[-1]) == 1
-    assert all(len(line) <= 120 for line in shown.splitlines())

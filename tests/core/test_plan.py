@@ -68,11 +68,6 @@ def test_it_prints_as_a_table_with_like_operations_in_one_row() -> None:
     ]
 
 
-def test_every_operation_has_its_own_row_where_that_is_asked_for() -> None:
-    rows = PLAN.table(grouped=False).splitlines()[1:]
-    assert [row.split()[0] for row in rows] == ["matmul", "exp", "matmul", "my_kernel"]
-
-
 @pytest.mark.parametrize(("rows", "left_out"), [(0, "3 more rows"), (2, "1 more rows"), (3, "")])
 def test_as_many_rows_are_given_as_are_asked_for(rows: int, left_out: str) -> None:
     lines = PLAN.table(rows=rows).splitlines()
@@ -121,9 +116,9 @@ def test_a_loop_is_so_many_turns_of_its_body(body: PlannedOperation, times: int)
     assert loop["by_format"] == {body.format: 1}
 
 
-@given(lists_of_operations, st.booleans())
-def test_the_columns_of_any_table_stand_under_their_heads(ops: list[PlannedOperation], grouped: bool) -> None:
-    head, *rows = Plan("p", tuple(ops)).table(grouped=grouped).splitlines()
+@given(lists_of_operations)
+def test_the_columns_of_any_table_stand_under_their_heads(ops: list[PlannedOperation]) -> None:
+    head, *rows = Plan("p", tuple(ops)).table().splitlines()
     starts = [match.start() for match in re.finditer(r"(?<!\S)(?=\S)", head)]
     for row in rows:
         padded = row.ljust(len(head))

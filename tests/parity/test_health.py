@@ -54,13 +54,6 @@ def test_health_is_the_same_everywhere(name: str) -> None:
     assert [type(value) for value in found.counters] == [type(value) for value in expected.counters]
 
 
-@frameworks
-def test_without_a_loss_scale_nothing_counts(name: str) -> None:
-    session = start(name, loss_scale=LossScale.none())
-    drive(session, "...")
-    assert (health(session.holder).state, health(session.holder).steps) == ("ok", 0)
-
-
 # --- watch ------------------------------------------------------------------------------------------------------------
 
 W = np.full((4, 3), 0.1, np.float32)

@@ -124,14 +124,3 @@ def test_a_parity_has_the_interval_of_each_way_and_room_for_those_of_policies(dr
     assert [bars.lines[0].get_xdata()[0] for bars in axis.containers] == pytest.approx([0.2, 4.1, -4.1])
     assert axis.get_xlim() == (-1.0, 1.0)  # twice the margin; the controls are outside
     assert [(text.get_text(), text.xy) for text in axis.texts] == [("outside", (1.0, 1)), ("outside", (-1.0, 2))]
-
-
-def test_a_parity_of_separate_runs_or_after_divergence_is_drawn_too(drawn: Any) -> None:
-    separate = comparison([0.1, 0.3, 0.2], [0.0, 0.1, 0.0, 0.1], is_paired=False)
-    diverged = comparison([0.1, math.nan, 0.2])
-    no_margin = comparison([0.1, math.nan, 0.2], [0.0, math.inf, 0.0], margin=0.05, is_share=True)
-    seeds = []
-    for way in (separate, diverged, no_margin):
-        (axis,) = drawn(parity_of(way)).axes
-        seeds.append([len(line.get_xdata()) for line in axis.lines if line.get_marker() == "|" and line.get_alpha()])
-    assert seeds == [[], [2], [2]]

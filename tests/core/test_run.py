@@ -59,20 +59,16 @@ def test_a_file_runs_as_main(capsys: pytest.CaptureFixture[str]) -> None:
     assert sys.modules["__main__"] is main
 
 
-@pytest.mark.parametrize("name", ["package/train.py", "package/__main__.py"])
-def test_a_module_runs_as_main_in_its_package(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("package/train.py", "package.train"), ("package/__main__.py", "package"), ("tool/__main__.py", "")],
+)
+def test_a_module_or_folder_runs_as_main(name: str, module: str, capsys: pytest.CaptureFixture[str]) -> None:
     write("package/__init__.py", "")
     write("package/other.py", "value = 3")
-    write(name, "from .other import value\n" + FACTS)
-    module = name.removesuffix(".py").replace("/", ".").removesuffix(".__main__")
-    assert run_script(module, is_module=True) is None
-    assert capsys.readouterr().out == f"__main__|{Path.cwd() / name}|[]|package\n"
-
-
-def test_a_folder_runs_its_main(capsys: pytest.CaptureFixture[str]) -> None:
-    write("tool/__main__.py", FACTS)
-    assert run_script("tool") is None
-    assert capsys.readouterr().out.startswith("__main__|")
+    write(name, ("from .other import value\n" if module else "") + FACTS)
+    assert run_script(module or "tool", is_module=bool(module)) is None
+    assert capsys.readouterr().out == f"__main__|{Path.cwd() / name}|[]|{'package' if module else ''}\n"
 
 
 def test_options_after_the_script_are_the_scripts() -> None:
@@ -130,16 +126,12 @@ def test_the_scripts_own_hook_shows_its_error(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_thread_that_still_runs_is_part_of_the_script() -> None:
-    code = "import threading, time\ndef work():\n    time.sleep(0.2)\n    open('done', 'w').close()\n"
-    run_script(write("train.py", code + "threading.Thread(target=work).start()\n"))
+    code = "import sys, threading, time\nfrom concurrent import futures\n"
+    code += "def work():\n    time.sleep(0.2)\n    open('done', 'w').close()\nthreading.Thread(target=work).start()\n"
+    idle = "pool = futures.ThreadPoolExecutor(1)\npool.submit(abs, 1).result()\nsys.modules['pool_of_tests'] = pool\n"
+    run_script(write("train.py", code + idle))
     assert Path("done").exists()
-
-
-def test_an_idle_executor_does_not_hold_the_run() -> None:
-    code = "from concurrent import futures\npool = futures.ThreadPoolExecutor(1)\npool.submit(abs, 1).result()\n"
-    names = "import sys\nsys.modules['kept_of_tests'] = pool\n"
-    run_script(write("train.py", code + names))
-    sys.modules.pop("kept_of_tests").shutdown()  # type: ignore[attr-defined]
+    sys.modules.pop("pool_of_tests").shutdown()  # type: ignore[attr-defined]  # it did not hold the run
 
 
 @pytest.mark.parametrize("words", [("absent.py",), ("-m", "absent_module"), ("empty",)])
@@ -180,15 +172,11 @@ def test_the_first_rank_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert not Path("report.json").exists()
 
 
-def process(*words: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    start = [sys.executable, "-m", "polyamp", "run", *words]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(start, stdout=pipe, stderr=pipe, text=True, env=environment)
-
-
 def test_an_interrupt_ends_the_process_as_it_ends_python() -> None:
-    running = process(write("train.py", "import time\nprint('here', flush=True)\ntime.sleep(60)"))
+    write("train.py", "import time\nprint('here', flush=True)\ntime.sleep(60)")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    start, pipe = [sys.executable, "-m", "polyamp", "run", "train.py"], subprocess.PIPE
+    running = subprocess.Popen(start, stdout=pipe, stderr=pipe, text=True, env=environment)
     assert running.stdout is not None
     assert running.stdout.readline() == "here\n"
     running.send_signal(signal.SIGINT)

@@ -87,10 +87,7 @@ def run(code: str, session: Session | None = None, file: str = "/script/train.py
     [
         "import gone.amp; Scaler = gone.amp.Scaler",
         "from gone import amp; Scaler = amp.Scaler",
-        "import gone.amp as amp; Scaler = amp.Scaler",
         "from gone.amp import Scaler",
-        "try:\n import gone\nexcept ImportError:\n gone = None\nScaler = gone.amp.Scaler",
-        "import importlib; Scaler = importlib.import_module('gone.amp').Scaler",
         "import pickle; Scaler = pickle.loads(b'cgone.amp\\nScaler\\n.')",
     ],
 )

@@ -178,11 +178,3 @@ def test_replicas_are_refused_before_they_train() -> None:
 
         with pytest.raises(polyamp.errors.UsageError, match="loss scale for replicas"):
             strategy.run(step)
-
-
-def test_keras_layers_run_in_16_bits_too() -> None:
-    with started():
-        layer = keras.layers.Dense(4)
-        result = layer(PIXELS[:2])
-        np.testing.assert_array_equal(result, tf.cast(tf.cast(result, tf.float16), tf.float32))
-        assert layer.kernel.dtype == "float32"

@@ -91,26 +91,7 @@ def test_the_current_policy_at_each_call_holds() -> None:
     assert seeing.seen == [[torch.bfloat16] * 3, [torch.float16] * 3, [torch.float32] * 3]
 
 
-def test_a_bound_policy_stays() -> None:
-    seeing = Seeing()
-    fast = compiled(mlp(), seeing, policy="mixed_bfloat16")
-    with polyamp.policy("mixed_float16"):
-        fast(X)
-        fast(X)
-    assert seeing.seen == [[torch.bfloat16] * 3]
-
-
 # --- graphs -----------------------------------------------------------------------------------------------------------
-
-
-def test_modes_are_recompiled() -> None:
-    model, args = case("conv")
-    fast = compiled(model, policy="mixed_bfloat16")
-    fast(*args)
-    assert model.norm.num_batches_tracked == 1
-    model.eval()
-    fast(*args)
-    assert model.norm.num_batches_tracked == 1
 
 
 def test_buffers_that_the_format_cannot_hold() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from polyamp import LossScale, LossScaleState, advance
+from polyamp import LossScale, advance
 from polyamp.backends.torch.kernels.arguments import SGD, Adam, Settings
 from polyamp.backends.torch.kernels.control import APPLIED, decode
 from polyamp.backends.torch.kernels.operators import SCHEMAS
@@ -198,15 +198,6 @@ def test_any_count_but_zero_skips(operators: Any, device: str, found: float) -> 
     assert same(problem.bits(), before)
 
 
-def test_a_skipped_step_keeps_nan_payloads_and_signs_of_zero(operators: Any, device: str) -> None:
-    problem = Problem(SGDS, "bfloat16_master", [(3,)], device=device)
-    problem.params[0].view(torch.int16).copy_(torch.tensor([0x7FA1, -0x8000, -1], dtype=torch.int16))
-    before = problem.bits()
-    problem.grads[0][0] = math.nan
-    problem.step(operators)
-    assert same(problem.bits(), before)
-
-
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
@@ -279,16 +270,6 @@ def test_statistics(operators: Any, device: str, dtype: torch.dtype, offset: int
     assert problem.workspace[-1] == 0
 
 
-def test_what_is_not_finite_is_counted(operators: Any, device: str) -> None:
-    problem = Problem(ADAM, device=device)
-    grads = [grad.to(dtype) for grad, dtype in zip(problem.grads, FLOATS * 3, strict=False)]
-    grads[2][5], grads[4][::7], grads[7][-1] = math.nan, math.inf, -math.inf
-    problem.grads = grads
-    problem.losses = [torch.tensor([1.0, math.nan], device=device), torch.tensor(math.inf, device=device).half()]
-    expected = sum(int(grad.isfinite().logical_not().sum()) for grad in grads)
-    assert problem.statistics(operators)[1:].tolist() == [expected, 2]
-
-
 @pytest.mark.parametrize("as_loss", [False, True])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_neighbours_of_what_is_not_finite_are_not_counted(
@@ -303,15 +284,6 @@ def test_neighbours_of_what_is_not_finite_are_not_counted(
     problem.grads, problem.losses = ([], [numbers]) if as_loss else ([numbers], [])
     counted = int(numbers.isfinite().logical_not().sum())
     assert problem.statistics(operators)[1:].tolist() == ([0, counted] if as_loss else [counted, 0])
-
-
-def test_losses_that_are_not_finite_skip_and_are_reported(operators: Any, device: str) -> None:
-    problem = Problem(ADAM, device=device)
-    problem.losses = [torch.tensor(math.inf, device=device)]
-    before = [param.clone() for param in problem.params]
-    problem.step(operators)
-    assert problem.report[APPLIED : APPLIED + 2].tolist() == [0, 0]
-    assert all(map(torch.equal, problem.params, before))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -452,14 +424,6 @@ def test_the_loss_scale_is_advanced_as_everywhere(compiled: Any, config: LossSca
         problem.apply(compiled)
         assert decode(problem.report.tolist())[0] == state
         assert problem.report[APPLIED] == finite
-
-
-def test_only_a_call_that_is_told_so_moves_the_loss_scale(operators: Any, device: str) -> None:
-    problem = Problem(ADAM, device=device, config=LossScale(init=SCALE, interval=1))
-    problem.settings[1] = 0.0
-    problem.step(operators)
-    assert decode(problem.report.tolist())[0] == LossScaleState(SCALE, 0, 1, 0, 0)
-    assert problem.report[APPLIED:].tolist() == [1, 1, 0, 0, 0, 0]
 
 
 # --- what is refused, and what PyTorch asks of operators -------------------------------------------------------------

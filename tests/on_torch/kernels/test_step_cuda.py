@@ -23,7 +23,6 @@ import polyamp
 from support.torch_steps import (
     COVERED,
     SCALE,
-    Plain,
     Way,
     close,
     network,
@@ -101,11 +100,6 @@ def test_a_step_waits_for_nothing(name: str, dtype: torch.dtype, storage: Any) -
     assert task.opt.loss_scale < SCALE.init * 2
 
 
-def test_the_watch_for_waits_can_fail() -> None:
-    with pytest.raises(RuntimeError, match="synchroniz"), waits_are_errors():
-        torch.ones((), device="cuda").item()
-
-
 @each_kind
 def test_fifty_replays_of_a_graph_are_fifty_steps(name: str, dtype: torch.dtype, storage: Any) -> None:
     eager, graphed = Task(name, dtype, storage), Task(name, dtype, storage)
@@ -165,20 +159,6 @@ def test_a_step_is_two_launches(
     way.opt.zero_grad()
     way.opt.backward(sum_of_sines(model, 2))
     assert len(found := kernels(way.opt.step)) == expected, found
-
-
-@pytest.mark.parametrize("storage", [None, True])
-def test_the_same_bits_every_time(storage: Any) -> None:
-    def run() -> list[Any]:
-        torch.manual_seed(0)
-        dtype = torch.float32 if storage is None else torch.bfloat16
-        model = nn.ParameterList([torch.randn(size, device="cuda").to(dtype) for size in (3_000_001, 77, 500_000)])
-        opt = wrapped(COVERED["adamw"](model.parameters()), None, max_grad_norm=1.0, master_weights=storage)
-        return train(Way(model, opt), range(3), overflows={}, loss=sum_of_sines)
-
-    first = run()
-    for _ in range(3):
-        same(run(), first)
 
 
 def test_a_step_on_another_stream_follows_its_gradients() -> None:
@@ -251,34 +231,6 @@ NATIVE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.02, fused=True),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, fused=True),
 }
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("name", NATIVE)
-def test_fifty_steps_are_those_of_the_native_scaler(name: str, max_norm: float | None) -> None:
-    overflows = dict.fromkeys((1, 2, 17, 30, 44), math.inf)
-    ours = Way(model := network("cuda"), wrapped(NATIVE[name](model.parameters()), None, max_grad_norm=max_norm))
-    native = Way(model := network("cuda"), Native(NATIVE[name](model.parameters()), max_norm))
-    close(*(train(way, range(50), overflows) for way in (ours, native)), rtol=1e-3, atol=1e-4)
-    assert ours.opt.loss_scale == native.opt.scaler.get_scale()
-
-
-class Native(Plain):
-    """PyTorch's own loop."""
-
-    def __init__(self, inner: torch.optim.Optimizer, max_norm: float | None) -> None:
-        super().__init__(inner, max_norm)
-        self.scaler = torch.amp.GradScaler("cuda", init_scale=SCALE.init, growth_interval=SCALE.interval)
-
-    def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
-
-    def step(self) -> None:
-        if self.max_norm is not None:
-            self.scaler.unscale_(self.inner)
-            nn.utils.clip_grad_norm_([p for group in self.inner.param_groups for p in group["params"]], self.max_norm)
-        self.scaler.step(self.inner)
-        self.scaler.update()
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -66,15 +65,6 @@ def test_roi_align_agrees_with_its_definition_also_at_edges_and_in_tiny_boxes() 
     found = roi_align(torch.from_numpy(features), boxes, images, 3, 0.25)
     wanted = [by_hand(features[image], box, 3, 0.25) for image, box in zip(images, boxes.double().numpy(), strict=True)]
     np.testing.assert_allclose(found, np.array(wanted), atol=2e-5)
-
-
-def test_anchors_are_those_of_the_published_model() -> None:
-    (first, second) = proposals.anchors([(2, 3), (1, 2)], (8, 12), (32, 64))
-    assert first.shape == (18, 4)
-    assert second.shape == (6, 4)
-    assert first[:3].tolist() == [[-23, -11, 23, 11], [-16, -16, 16, 16], [-11, -23, 11, 23]]
-    assert (first[3:6] - first[:3]).unique().tolist() == [0, 4]  # the next place, four pixels to the right
-    assert (first[9:12] - first[:3])[0].tolist() == [0, 4, 0, 4]
 
 
 @pytest.mark.parametrize("low", [torch.float32, torch.float16, torch.bfloat16])
@@ -157,30 +147,3 @@ def test_five_losses_and_boxes_in_float32_under_every_policy(name: str, batch: t
     for one in found:
         assert one["boxes"].dtype == one["scores"].dtype == torch.float32
         assert one["masks"].shape == (5, 128, 128)
-
-
-@pytest.fixture
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(mask_rcnn, "TESTED", 4)
-    for name in ("PRETRAINING", "FINE_TUNING"):
-        monkeypatch.setattr(mask_rcnn, name, getattr(mask_rcnn, name)._replace(steps=3, scenes=20))
-    mask_rcnn.pretrained.cache_clear()
-    yield
-    mask_rcnn.pretrained.cache_clear()
-
-
-@pytest.mark.usefixtures("_quick")
-def test_train_learns_the_same_twice_also_where_the_first_one_trains_what_all_begin_with() -> None:
-    policy = polyamp.policy("mixed_bfloat16")
-    found = [mask_rcnn.train(policy, seed) for seed in (3, 3, 4)]
-    assert found[0].keys() == {"average_precision", "loss"}
-    assert found[0] == found[1] != found[2]
-
-
-@pytest.mark.usefixtures("_quick")
-def test_what_all_begin_with_is_not_changed() -> None:
-    start = mask_rcnn.pretrained()
-    before = {name: value.clone() for name, value in start.state_dict().items()}
-    mask_rcnn.train(polyamp.policy("mixed_float16"), 0)
-    assert mask_rcnn.pretrained() is start
-    assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())

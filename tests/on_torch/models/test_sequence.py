@@ -127,12 +127,6 @@ def test_the_big_lstms_products_run_in_16_bits() -> None:
     assert found["matmul"] == {"float16"}
 
 
-@pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "MICRO_BATCHES", 2)
-    monkeypatch.setattr(task, "ROWS", 8)
-
-
 @pytest.mark.parametrize(("scale", "missing"), [(1, True), (128, False)])
 def test_a_scale_of_1_loses_the_gradients_of_wrong_words(scale: int, missing: bool) -> None:
     """The probability of a word is about 1 / 2,048, and 1 / 2,048 / 24,576 is under 2**-25."""
@@ -144,28 +138,3 @@ def test_a_scale_of_1_loses_the_gradients_of_wrong_words(scale: int, missing: bo
     zeros = (model.head.bias.grad == 0).float().mean().item()
     assert (zeros > 0.3) == missing
     assert zeros > 0.3 or zeros < 0.01
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-@pytest.mark.parametrize(
-    ("name", "metric", "at_least", "at_most"),
-    [
-        ("bert", "accuracy", 0.75, 1.0),
-        ("jasper", "error_rate", 0.0, 0.6),
-        ("transformer", "token_accuracy", 0.28, 1.0),
-        ("gnmt", "token_accuracy", 0.25, 1.0),
-    ],
-)
-def test_the_model_learns(name: str, metric: str, at_least: float, at_most: float, policy: str) -> None:
-    assert at_least < module(name).train(polyamp.policy(policy), 0)[metric] < at_most
-
-
-@pytest.mark.long
-def test_the_big_lstm_stalls_without_a_loss_scale_and_matches_with_one() -> None:
-    def loss(*arguments: object, **changes: object) -> float:
-        return module("big_lstm").train(polyamp.policy(*arguments, **changes), 0)["loss"]
-
-    full = loss("float32")
-    assert loss("mixed_float16", loss_scale=1) > full + 0.3
-    assert loss("mixed_float16", loss_scale=128) == pytest.approx(full, abs=0.05)

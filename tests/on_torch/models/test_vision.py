@@ -88,25 +88,8 @@ def losses(name: str, policy: str) -> list[float]:
     return fit(model, loss_of, steps, optimizer, polyamp.policy(policy, **scale))
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
-def test_a_seed_decides_weights_and_batches(policy: str) -> None:
-    alexnet = module("alexnet")
-    short = alexnet.RECIPE._replace(steps=3, batch=8)
-    first, again, other = (alexnet.train(polyamp.policy(policy), seed, short) for seed in (0, 0, 1))
-    assert list(first) == ["accuracy", "loss"]
-    assert first == again
-    assert first != other
-
-
 @pytest.mark.parametrize("name", ["training", "vision", "products"])
 def test_the_examples_of_the_shared_code_run(name: str) -> None:
     found = doctest.testmod(module(name))
     assert found.attempted > 2
     assert not found.failed
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_the_model_learns_the_digits(name: str, policy: str) -> None:
-    assert module(name).train(polyamp.policy(policy), 0)["accuracy"] > 0.85

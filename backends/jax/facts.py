@@ -11,7 +11,6 @@ import jax
 from polyamp.backends.jax import gradients, unstable
 from polyamp.backends.jax.casting import is_low, trainable
 from polyamp.backends.jax.graphs.program import Equation, Program, walk
-from polyamp.backends.jax.graphs.rewrite import explain
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.operations import OPERATIONS
 from polyamp.backends.jax.optimizer import Step
@@ -19,8 +18,7 @@ from polyamp.backends.jax.scaling import Scaling, scaling_of
 from polyamp.backends.jax.state import LossScaleOptState, holds_state, states_in
 from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import UsageError
-from polyamp.flow import AS_WRITTEN
-from polyamp.plan import Plan
+from polyamp.flow import decide
 from polyamp.policies import Policy
 
 _CALLED = {"astype": "astype", "array": "jnp.asarray", "convert_element_type": "lax.convert_element_type"}
@@ -30,7 +28,7 @@ _LOW = ("float16", "bfloat16")
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
     """Return the facts about a function; see `polyamp.adapters.CollectFacts`."""
     holder = (_state_of(optimizer, args), args, dict(kwargs))
-    plan, equations, scaling = _traced(target, args, dict(kwargs), policy)
+    equations, scaling = _traced(target, args, dict(kwargs), policy)
     return Facts(
         "jax",
         policy,
@@ -39,29 +37,26 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         _has_masters(optimizer, holder),
         (),
         tuple(_casts(equations)),
-        tuple(_products(equations, plan)),
+        tuple(_products(equations, policy)),
         tuple(_losses(equations)),
         unscaled=scaling.unscaled,
         clipped=scaling.clipped,
     )
 
 
-def _traced(
-    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
-) -> tuple[Plan | None, list[Equation], Scaling]:
-    """Return the plan, the equations as written, and how it scales; all empty if JAX cannot trace the function."""
+def _traced(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> tuple[list[Equation], Scaling]:
+    """Return the equations as written, and how they scale; both empty if JAX cannot trace the function."""
     if not (callable(fn) and (args or kwargs)):
-        return None, [], Scaling((), ())
+        return [], Scaling((), ())
     try:
         with policy:
             program = Program(*as_pure(fn, args, kwargs)[:4])
         settings = ((state.settings, state.scalars.scale) for state in states_in((args, kwargs)))
         scales = [scale for one, scale in settings if one.scales]
         places = [index for index, array in enumerate(program.arrays) if any(array is scale for scale in scales)]
-        found = scaling_of(program.closed, places)
-        return explain(fn, *args, policy=policy, **kwargs), list(walk(program.closed)), found
+        return list(walk(program.closed)), scaling_of(program.closed, places)
     except UsageError:  # it branches on a value, for example
-        return None, [], Scaling((), ())
+        return [], Scaling((), ())
 
 
 def _casts(equations: list[Equation]) -> Iterator[UserCast]:
@@ -73,17 +68,15 @@ def _casts(equations: list[Equation]) -> Iterator[UserCast]:
             yield UserCast(place, _CALLED[called], dtypes[-1].name)
 
 
-def _products(equations: list[Equation], plan: Plan | None) -> Iterator[Product]:
+def _products(equations: list[Equation], policy: Policy) -> Iterator[Product]:
     """Yield the products of the forward pass; those of the backward pass have the same sizes in another order."""
-    found = [equation for equation in equations if equation.name in _PRODUCTS]
-    planned = [op for op in plan.operations if op.native in _PRODUCTS] if plan else []
-    if len(planned) != len(found):  # the plan may show the rule of a custom derivative
-        planned = []
-    for index, equation in enumerate(found):
-        if not equation.is_backward:
-            place = planned[index].where if planned else equation.path
-            format_name = planned[index].format if planned else AS_WRITTEN
-            yield Product(place, OPERATIONS[equation.name], format_name, _sizes(equation))
+    is_whole_step = any(equation.is_backward for equation in equations)  # its regions have decided already
+    for equation in equations:
+        if equation.name in _PRODUCTS and not equation.is_backward:
+            name, written = OPERATIONS[equation.name], unstable.dtype_in(equation.own.outvars[0]).name
+            is_lowered = not is_whole_step and decide(policy.rules, name, equation.path).op_class == "lower"
+            format_name = policy.compute if is_lowered and written == "float32" else written
+            yield Product(equation.path, name, format_name, _sizes(equation))
 
 
 def _sizes(equation: Equation) -> tuple[int, ...]:

@@ -166,7 +166,6 @@ def lint(
     optimizer: Any = None,
     backend: str | None = None,
     rows: int | None = None,
-    accumulate: int = 1,
     **kwargs: Any,
 ) -> Findings:
     """Report what will go wrong in training under a policy and cannot be seen while it runs. Runs no step.
@@ -183,21 +182,20 @@ def lint(
         policy: a policy or its name; None is the current policy if that computes in 16 bits, else mixed_float16.
         optimizer: the optimizer that the step is trained with, wrapped or not.
         backend: the framework's name, if neither the target nor the arguments show it.
-        rows: number of rows (tokens, examples) that the loss is divided by; None takes it from the target's own losses.
-        accumulate: number of calls, over all devices, that make one step, if the loss is divided by that number too.
+        rows: number of rows (tokens, examples) that one step's loss is divided by, over all calls and devices; None
+            takes it from the target's own losses.
         **kwargs: the target's keyword arguments.
 
     Raises:
-        InvalidTypeError: no adapter knows the target or its arguments; ``rows`` or ``accumulate`` is not an integer.
-        InvalidValueError: ``rows`` or ``accumulate`` is less than 1.
+        InvalidTypeError: no adapter knows the target or its arguments; ``rows`` is not an integer.
+        InvalidValueError: ``rows`` is less than 1.
         UnsupportedError: the framework's adapter cannot report facts.
     """
-    factor = check_count("accumulate", accumulate, where="lint(accumulate=)")
     denominator = None if rows is None else check_count("rows", rows, where="lint(rows=)")
     chosen = sixteen_bit(policy)
     adapter = offering("facts", backend, (target, args, kwargs, optimizer), where="lint(target, *args)")
     facts = adapter.facts(target, args, kwargs, chosen, optimizer)
-    losses = (loss._replace(rows=factor * (denominator or loss.rows)) for loss in facts.losses)
+    losses = (loss._replace(rows=denominator or loss.rows) for loss in facts.losses)
     return judge(replace(facts, losses=tuple(losses)))
 
 

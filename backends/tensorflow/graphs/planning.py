@@ -1,23 +1,25 @@
 """Build the plan of a decided graph: where each operation is, its format, and the bytes that it moves.
 
-A value that several nodes take in another type is cast once, by the node that takes it first. For example, if two
-products take ``x`` in float16, the plan counts one cast of ``x`` and its bytes for the first product only.
+It counts what `Body` would write. For example, if two products take ``x`` in float16, there is one cast of ``x``, which
+counts with its bytes for the first product only.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, Places
-from polyamp.backends.tensorflow.graphs.writing import RESULT
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Places
+from polyamp.backends.tensorflow.graphs.writing import RESULT, Body, Writer
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation
 
+One = TypeVar("One")
 UNLISTED = frozenset({"Const", "NoOp", "Placeholder", "VarHandleOp"})
 """Operations that only hold things and compute nothing. A plan does not list them."""
 
@@ -35,8 +37,7 @@ class PlanBuilder:
 
     def __init__(self, decisions: Pass, places: Places) -> None:
         self._decisions, self._places = decisions, places
-        self._cast: set[tuple[str, int]] = set()  # casts that are counted
-        self._anew: set[str] = set()  # nodes whose float32 copy is counted
+        self._body = Body(decisions, Writer(lambda definition: None))
 
     def operations(self, results: Sequence[int]) -> Iterator[PlannedOperation]:
         """Yield the operations in order: those of a called function before the call, casts of the results last."""
@@ -47,7 +48,9 @@ class PlanBuilder:
             if decided.node.op not in UNLISTED:
                 yield self._planned(decided)
         for value, dtype in zip(self._decisions.graph.returns, results, strict=True):
-            if casts := self._new_casts([(value, dtype)], RESULT):
+            before = len(self._body.casts)
+            self._body.value(value, dtype, RESULT)
+            if casts := _newest(self._body.casts, before):
                 yield self._result_cast(value, casts)
 
     def _planned(self, decided: Decided) -> PlannedOperation:
@@ -56,10 +59,11 @@ class PlanBuilder:
             (value, dtype) for value, dtype in zip(node.inputs, decided.input_types, strict=True) if value in known
         ]
         outputs = zip(node.outputs, (one.dtype for one in decided.results), strict=True)
-        casts = self._new_casts(inputs, decided.anew)
-        anew = self._newly_anew(inputs, decided.anew) if decided.anew else ()
-        bytes_cast = self._size((value, known[value].dtype) for value, _ in casts)
-        bytes_anew = self._size((value, FLOAT32) for value in anew)
+        casts, anew = len(self._body.casts), len(self._body.anew)
+        self._body.inputs(decided)
+        new_casts, new_anew = _newest(self._body.casts, casts), _newest(self._body.anew, anew)
+        bytes_cast = self._size((value, known[value].dtype) for value, _ in new_casts)
+        again = {value for one in new_anew for value in (*one.inputs, *one.outputs)}
         return PlannedOperation(
             decided.operation,
             node.op,
@@ -67,12 +71,11 @@ class PlanBuilder:
             decided.decision.op_class,
             decided.outcome.format,
             decided.outcome.reason,
-            casts=len(casts),
+            casts=len(new_casts),
             bytes_cast=bytes_cast,
             bytes_moved=(self._size([*inputs, *outputs]) if _moves(decided) else 0)
             + bytes_cast
-            + self._size(casts)
-            + bytes_anew,
+            + self._size([*new_casts, *((value, FLOAT32) for value in again)]),
             bytes_moved_float32=self._moved_float32(decided) if _moves(decided) else 0,
         )
 
@@ -83,31 +86,6 @@ class PlanBuilder:
             return graph.replaced_bytes[node.name]
         types = (port.dtype for port in [*node.input_ports, *node.output_ports])
         return self._size(zip([*node.inputs, *node.outputs], types, strict=True))
-
-    def _new_casts(self, wanted: Iterable[tuple[str, int]], anew: Sequence[str]) -> set[tuple[str, int]]:
-        """Return values and types of the casts that a use adds; for values computed anew, casts of their inputs."""
-        found = set[tuple[str, int]]()
-        for value, dtype in wanted:
-            maker = self._made_anew(value, dtype, anew)
-            if maker is not None:
-                found |= self._new_casts(maker.typed_inputs, anew)
-            elif self._decisions.known[value].dtype != dtype and (value, dtype) not in self._cast:
-                found.add((value, dtype))
-        self._cast |= found
-        return found
-
-    def _newly_anew(self, wanted: Iterable[tuple[str, int]], anew: Sequence[str]) -> set[str]:
-        """Return the values that new float32 copies of nodes read and write."""
-        found = set[str]()
-        for value, dtype in wanted:
-            maker = self._made_anew(value, dtype, anew)
-            if maker is not None and maker.name not in self._anew:
-                self._anew.add(maker.name)
-                found |= {*maker.inputs, *maker.outputs} | self._newly_anew(maker.typed_inputs, anew)
-        return found
-
-    def _made_anew(self, value: str, dtype: int, anew: Sequence[str]) -> Node | None:
-        return self._decisions.computed_anew(value, anew) if dtype == FLOAT32 else None
 
     def _result_cast(self, value: str, casts: Iterable[tuple[str, int]]) -> PlannedOperation:
         decisions = self._decisions
@@ -129,6 +107,11 @@ class PlanBuilder:
         """Return the bytes of values in these types."""
         elements = self._places.elements
         return sum(elements(self._decisions.graph, value) * width_of(dtype) for value, dtype in typed)
+
+
+def _newest(found: dict[One, str], before: int) -> list[One]:
+    """Return the keys that a dict got since it had ``before`` keys."""
+    return list(itertools.islice(reversed(found), len(found) - before))
 
 
 def _moves(decided: Decided) -> bool:

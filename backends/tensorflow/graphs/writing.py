@@ -91,19 +91,22 @@ class Body:
         self.changed = any(known.dtype != dtype for known, dtype in _arguments(decisions))
         self._decisions, self._writer = decisions, writer
         self._mark = tf.compat.v1.AttrValue(s=str(decisions.rules.policy).encode())
-        self._casts: dict[tuple[str, int], str] = {}
-        self._anew: dict[str, str] = {}
+        self.casts: dict[tuple[str, int], str] = {}  # the names of casts, by their value and its new type
+        self.anew: dict[Node, str] = {}  # the names of float32 copies, by the node that is computed again
 
     def add(self, decided: Decided) -> None:
         """Write a node, and before it the casts that its inputs need."""
-        node = decided.node
-        pairs = zip(node.inputs, decided.input_types, strict=True)
-        inputs = [self.value(value, dtype, decided.anew) for value, dtype in pairs]
+        node, inputs = decided.node, self.inputs(decided)
         changes = {**decided.changes, **self._called(decided)}
         if changes:
             self.changed = True
             changes[POLICY_ATTRIBUTE] = self._mark
         self.nodes.append(_with(node.definition, [*inputs, *(f"^{name}" for name in node.controls)], changes))
+
+    def inputs(self, decided: Decided) -> list[str]:
+        """Return the names of a node's inputs in the types that it takes."""
+        pairs = zip(decided.node.inputs, decided.input_types, strict=True)
+        return [self.value(value, dtype, decided.anew) for value, dtype in pairs]
 
     def value(self, value: str, dtype: int, anew: Sequence[str] = ()) -> str:
         """Return the name of a value in a type: itself, its cast, or its float32 copy if its role is in ``anew``."""
@@ -113,9 +116,9 @@ class Body:
         maker = self._decisions.computed_anew(value, anew) if dtype == FLOAT32 else None
         if maker is not None:
             return self._again(maker, anew)
-        if (value, dtype) not in self._casts:
-            self._casts[value, dtype] = self._cast(value, known.dtype, dtype)
-        return self._casts[value, dtype]
+        if (value, dtype) not in self.casts:
+            self.casts[value, dtype] = self._cast(value, known.dtype, dtype)
+        return self.casts[value, dtype]
 
     def _cast(self, value: str, source: int, target: int) -> str:
         self.changed = True
@@ -127,13 +130,13 @@ class Body:
 
     def _again(self, node: Node, anew: Sequence[str]) -> str:
         """Return a node's output in float32, from a second node next to the one that runs in 16 bits."""
-        if node.name not in self._anew:
+        if node not in self.anew:
             again = self._in_float32(node, anew)
             again.name = f"{node.name}/polyamp_float32"
             self.nodes.append(again)
-            self._anew[node.name] = node.outputs[0].replace(node.name, again.name, 1)
+            self.anew[node] = node.outputs[0].replace(node.name, again.name, 1)
             self.changed = True
-        return self._anew[node.name]
+        return self.anew[node]
 
     def _in_float32(self, node: Node, anew: Sequence[str]) -> Any:
         inputs = [self.value(value, dtype, anew) for value, dtype in node.typed_inputs]

@@ -61,9 +61,9 @@ def _is_tracer(cell: Cell) -> bool:
     return isinstance(cell.array, jax.core.Tracer)
 
 
-def compute_again(cell: Cell, roles: Iterable[str] = _ANEW) -> Any:
-    """Return a value in float32. With one of these roles it is computed again, not cast from its rounded value."""
-    (taken,) = take([cell], tuple(roles))
+def compute_again(cell: Cell) -> Any:
+    """Return a value in float32. If it was rounded it is computed again, not cast from its rounded value."""
+    taken = _take(cell, _ANEW)
     return bind(lambda arrays: arrays, [taken])[0] if taken.is_anew else cell.cast(FLOAT32)
 
 
@@ -75,12 +75,8 @@ class Taken(NamedTuple):
     is_anew: bool = False  # whether the derivative goes through the leaves, because the rounded value is not used
 
 
-def take(cells: Sequence[Cell], roles: Sequence[str] = ()) -> list[Taken]:
-    """Return how an operation takes each input: those with one of these roles are computed again in float32."""
-    return [_take(cell, roles) for cell in cells]
-
-
 def _take(cell: Cell, roles: Sequence[str]) -> Taken:
+    """Return how an operation takes an input: with one of these roles it is computed again in float32."""
     if cell.value.state == "low" and cell.value.role in roles and _recipe(cell) is not None:
         return Taken(cell, _distinct(_leaves_anew(cell)), is_anew=True)
     return Taken(cell, [cell])
@@ -242,7 +238,7 @@ def bind_wide(equation: Any, cells: Sequence[Cell], anew: Sequence[str] = ()) ->
     """Bind an equation with its floating-point inputs in float32; inputs with the roles ``anew`` are computed again."""
     # If the derivative needs operands that are in 16 bits, or that were computed from 16-bit arrays, the backward pass
     # keeps the 16-bit arrays and widens them once more.
-    inputs, name = take(cells, anew), equation.primitive.name
+    inputs, name = [_take(cell, anew) for cell in cells], equation.primitive.name
     if name in _NEEDING_OPERANDS or name in _NEEDING_RESULTS:
         smaller = list(map(with_less_kept, inputs))
         inputs = smaller if name in _NEEDING_OPERANDS or any(map(_is_smaller, smaller)) else inputs

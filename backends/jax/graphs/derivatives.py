@@ -25,9 +25,7 @@ def custom_jvp(run: Interpreter, equation: Any, cells: list[Cell], path: str) ->
     _, rule = unstable.custom_functions(equation)
     formats = _Formats()
 
-    @jax.custom_jvp
-    def call(*own: Cell) -> list[Cell]:
-        return formats.same(run.run(equation.params["call_jaxpr"], [cell.within() for cell in own], path))
+    call = jax.custom_jvp(_function(run, equation.params["call_jaxpr"], path, formats))
 
     def jvp(primals: tuple[Cell, ...], tangents: tuple[Cell, ...]) -> tuple[list[Cell], list[Cell]]:
         both = [*(cell.within() for cell in primals), *map(_tangent, tangents)]
@@ -47,9 +45,7 @@ def custom_vjp(run: Interpreter, equation: Any, cells: list[Cell], path: str) ->
     _, forward_rule, backward_rule = unstable.custom_functions(equation)
     formats = _Formats()
 
-    @jax.custom_vjp
-    def call(*own: Cell) -> list[Cell]:
-        return formats.same(run.run(equation.params["call_jaxpr"], [cell.within() for cell in own], path))
+    call = jax.custom_vjp(_function(run, equation.params["call_jaxpr"], path, formats))
 
     def forward(*own: Cell) -> tuple[list[Cell], list[Cell]]:
         primals = [cell.around(cell.array.value).within() for cell in own]
@@ -86,9 +82,7 @@ def custom_vmap(run: Interpreter, equation: Any, cells: list[Cell], path: str) -
     program, own_rule = unstable.batching_rule(equation)
     formats = _Formats()
 
-    @jax.custom_batching.custom_vmap
-    def call(*own: Cell) -> list[Cell]:
-        return formats.same(run.run(program, [cell.within() for cell in own], path))
+    call = jax.custom_batching.custom_vmap(_function(run, program, path, formats))
 
     @call.def_vmap
     def rule(size: int, batched: list[Cell], *own: Cell) -> tuple[list[Cell], list[Cell]]:
@@ -115,6 +109,11 @@ class _Formats:
         if self.first is None:
             self.first = cells
         return [model.around(cell.cast(model.dtype)) for model, cell in zip(self.first, cells, strict=True)]
+
+
+def _function(run: Interpreter, program: Any, path: str, formats: _Formats) -> Callable[..., list[Cell]]:
+    """Return the function that the user's rules belong to."""
+    return lambda *own: formats.same(run.run(program, [cell.within() for cell in own], path))
 
 
 def _tangent(cell: Cell) -> Cell:

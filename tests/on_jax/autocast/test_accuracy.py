@@ -22,6 +22,7 @@ from support.jax_scenarios import (
     attention,
     attention_loss,
     dots,
+    formats,
     low,
     normal,
     only,
@@ -213,8 +214,9 @@ def test_gradients_of_what_is_spread_over_rows_are_summed_in_float32(kind: str) 
     def loss(p: jax.Array) -> jax.Array:
         return SPREAD[kind](x @ w, p).sum()  # beyond float16, and in bfloat16 stuck at 256 times its terms
 
-    scale = normal(2, 8) / 8
-    ours, theirs = jax.grad(polyamp.autocast(loss, BF16))(scale), jax.grad(loss)(scale)
+    scale, mixed = normal(2, 8) / 8, jax.grad(polyamp.autocast(loss, BF16))
+    assert formats(mixed, scale, of=("reduce_sum",)) == {"float32"}
+    ours, theirs = mixed(scale), jax.grad(loss)(scale)
     np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=0.01 * float(jnp.abs(theirs).max()))
 
 

@@ -1,4 +1,4 @@
-"""autocast of functions with derivatives of the user's own, and of JAX's solvers."""
+"""autocast of functions with the user's own rules (with symbolic zeros, of equinox, for vmap), and of solvers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.ode import odeint
@@ -136,3 +138,157 @@ def test_solvers(program: Callable[..., Any]) -> None:
     for mixed in (jax.value_and_grad(polyamp.autocast(program, BF16)), polyamp.autocast(plain, BF16)):
         assert {"bfloat16"} in dots(mixed, W, X)
         assert_close(jax.jit(mixed)(W, X), jax.jit(plain)(W, X), BF16, factor=2.0)
+
+
+# Rules that are entered: with symbolic zeros told or not, of equinox, for vmap.
+
+
+def with_zeros_vjp(told: bool) -> Any:
+    @jax.custom_vjp
+    def product(w: Any, x: Any, shift: Any) -> Any:
+        return x @ w + shift, x * 2
+
+    def forward(w: Any, x: Any, shift: Any) -> Any:
+        if told:
+            assert (w.perturbed, x.perturbed, shift.perturbed) == (True, False, False)
+            w, x, shift = w.value, x.value, shift.value
+        return (x @ w + shift, x * 2), (w, x)
+
+    def backward(kept: Any, cotangents: Any) -> Any:
+        if told:
+            assert isinstance(cotangents[1], jax.custom_derivatives.SymbolicZero)
+            assert cotangents[1].dtype == jnp.float32
+        return kept[1].T @ cotangents[0], None, None
+
+    product.defvjp(forward, backward, symbolic_zeros=told)
+    return lambda w, x: product(w, x, 1.0)[0]
+
+
+def with_zeros_jvp(told: bool) -> Any:
+    @jax.custom_jvp
+    def product(w: Any, x: Any) -> Any:
+        return x @ w, x + 1
+
+    @partial(product.defjvp, symbolic_zeros=told)
+    def rule(primals: Any, tangents: Any) -> Any:
+        (w, x), (dw, dx) = primals, tangents
+        if not told:
+            return (x @ w, x + 1), (x @ dw + dx @ w, dx)
+        assert isinstance(dx, jax.custom_derivatives.SymbolicZero)
+        assert dx.dtype == jnp.float32
+        return (x @ w, x + 1), (x @ dw, dx)
+
+    return lambda w, x: product(w, x)[0]
+
+
+def by_equinox(told: bool) -> Any:
+    @eqx.filter_custom_vjp
+    def product(w: Any, x: Any) -> Any:
+        return x @ w
+
+    product.def_fwd(lambda perturbed, w, x: (x @ w, x))
+    product.def_bwd(lambda kept, cotangent, perturbed, w, x: kept.T @ cotangent)
+    return product
+
+
+def remembering(told: bool) -> Any:
+    @jax.custom_vjp
+    def product(w: Any, x: Any) -> Any:
+        return x @ w
+
+    product.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, g: (kept[1].T @ g, g @ kept[0].T), optimize_remat=told)
+    return product
+
+
+def batched_by_hand(told: bool) -> Any:
+    """``custom_vmap`` does not have a reverse derivative, so it is inside a custom one."""
+
+    @jax.custom_batching.custom_vmap
+    def plain(w: Any, x: Any) -> Any:
+        return x @ w
+
+    @plain.def_vmap
+    def rule(size: int, batched: Any, w: Any, x: Any) -> Any:
+        return x @ w, True
+
+    product = jax.custom_vjp(plain)
+    product.defvjp(lambda w, x: (plain(w, x), x), lambda x, g: (x.T @ g, None))
+    return product
+
+
+ENTERED = {
+    "custom_vjp": with_zeros_vjp,
+    "custom_jvp": with_zeros_jvp,
+    "equinox": by_equinox,
+    "optimize_remat": remembering,
+    "custom_vmap": batched_by_hand,
+}
+
+
+@pytest.mark.parametrize(("told", "compiled"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize("name", ENTERED)
+def test_every_kind_of_own_rule_is_entered(name: str, told: bool, compiled: bool) -> None:
+    product = ENTERED[name](told)
+
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.square(product(w, x)).sum()
+
+    autocasted = jax.grad(polyamp.autocast(loss, "mixed_float16"))
+    found = (jax.jit(autocasted) if compiled else autocasted)(W, X)
+    exact = jax.grad(loss)(W, X)
+    assert found.dtype == jnp.float32
+    assert np.linalg.norm(found - exact) < 2e-3 * np.linalg.norm(exact)
+    text = str(jax.make_jaxpr(autocasted)(W, X))
+    assert text.count("dot_general") == text.count("preferred_element_type=float16") >= 2  # forward and backward
+    formats = [
+        op.format for op in polyamp.explain(loss, W, X, policy="mixed_float16").operations if op.name == "matmul"
+    ]
+    assert formats == ["float16"]
+
+
+def test_a_rule_for_vmap_is_used_and_lowered() -> None:
+    used = []
+
+    @jax.custom_batching.custom_vmap
+    def product(w: Any, x: Any) -> Any:
+        return jnp.tanh(x @ w)
+
+    @product.def_vmap
+    def rule(size: int, batched: Any, w: Any, x: Any) -> Any:
+        used.append(tuple(batched))
+        return jnp.tanh(jnp.einsum("nf,fg->ng", x, w)), True
+
+    w, x = jnp.ones((8, 8)) / 8, jnp.ones((4, 8))
+    over_rows = jax.vmap(polyamp.autocast(product, "mixed_float16"), (None, 0))
+    found = over_rows(w, x)
+    assert used[0] == (False, True)
+    assert "f16[" in str(jax.make_jaxpr(over_rows)(w, x))
+    np.testing.assert_allclose(found, jnp.tanh(x @ w), rtol=1e-3)
+    _, tangent = jax.jvp(lambda w: over_rows(w, x), (w,), (w,))
+    _, exact = jax.jvp(lambda w: jnp.tanh(x @ w), (w,), (w,))
+    np.testing.assert_allclose(tangent, exact, rtol=5e-3)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_flags_and_counts_that_a_rule_hands_to_itself_stay_known(compiled: bool) -> None:
+    @jax.custom_vjp
+    def product(w: Any, x: Any) -> Any:
+        return x @ w
+
+    def forward(w: Any, x: Any) -> Any:
+        return x @ w, (w, x, True, 3)
+
+    def backward(kept: Any, cotangent: Any) -> Any:
+        w, x, flag, count = kept
+        assert type(flag) is bool
+        if flag:
+            return sum(x.T @ cotangent for _ in range(count)) / 3, cotangent @ w.T
+        return None, None
+
+    product.defvjp(forward, backward)
+
+    def loss(w: Any) -> Any:
+        return jnp.square(product(w, X)).sum()
+
+    grad = jax.grad(polyamp.autocast(loss, "mixed_float16"))
+    np.testing.assert_allclose((jax.jit(grad) if compiled else grad)(W), jax.grad(loss)(W), rtol=1e-2, atol=1e-2)

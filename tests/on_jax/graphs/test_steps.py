@@ -95,7 +95,7 @@ steps = pytest.mark.parametrize(
 
 
 @steps
-def test_the_documented_step_is_explained_as_it_runs(differentiate: Any, form: Any) -> None:
+def test_the_documented_step_is_explained_as_it_runs_and_lint_finds_nothing(differentiate: Any, form: Any) -> None:
     plan = polyamp.explain(form(step_of(differentiate)), *arguments(), policy=POLICY)
     products = [op for op in plan.operations if op.name == "matmul"]
     assert [(op.format, op.reason, op.where.partition(" ")[0]) for op in products[:2]] == [
@@ -109,12 +109,8 @@ def test_the_documented_step_is_explained_as_it_runs(differentiate: Any, form: A
     assert plan.totals["casts"] >= 4
     assert plan.totals["bytes_saved"] < plan.totals["bytes_saved_float32"]
     assert plan.unused_rules == ()
-
-
-@steps
-def test_lint_finds_nothing_in_the_documented_step(differentiate: Any, form: Any) -> None:
-    assert codes(form(step_of(differentiate)), *arguments()) == []
-    assert codes(form(step_of(differentiate, by="apply_gradients")), *arguments()) == []
+    for by in ("update", "apply_gradients"):
+        assert codes(form(step_of(differentiate, by=by)), *arguments()) == []
 
 
 def test_a_plan_of_an_autocasted_function_is_that_of_the_function() -> None:
@@ -255,23 +251,19 @@ def test_what_stands_before_the_wrapped_optimizer_is_reported_once(name: str, co
     polyamp.scale_loss(jnp.float32(1), opt_state)  # does not warn again
 
 
-AFTER = {
-    "after": optax.chain(TX, optax.scale(0.5)),
-    "alone": optax.chain(TX),
-    "inside": INSIDE,
-    "named": optax.named_chain(("own", TX), ("scale", optax.scale(0.5))),
+RIGHT_HOLDERS = {
+    "after": optax.chain(TX, optax.scale(0.5)).init(PARAMS),
+    "alone": optax.chain(TX).init(PARAMS),
+    "inside": INSIDE.init(PARAMS),
+    "named": optax.named_chain(("own", TX), ("scale", optax.scale(0.5))).init(PARAMS),
+    "beside another": (optax.adam(1e-3).init(PARAMS), TX.init(PARAMS)),
+    "beside another by name": {"ema": optax.ema(0.9).init(PARAMS), "own": TX.init(PARAMS)},
 }
 
 
-@pytest.mark.parametrize("name", AFTER)
-def test_what_stands_after_or_inside_is_not(name: str) -> None:
-    scaled(PARAMS, AFTER[name].init(PARAMS), X)
-
-
-def test_states_of_other_optimizers_beside_it_are_not() -> None:
-    plain = optax.adam(1e-3).init(PARAMS)
-    for holder in ((plain, TX.init(PARAMS)), {"ema": optax.ema(0.9).init(PARAMS), "own": TX.init(PARAMS)}):
-        scaled(PARAMS, holder, X)
+@pytest.mark.parametrize("name", RIGHT_HOLDERS)
+def test_what_stands_after_inside_or_beside_is_not(name: str) -> None:
+    scaled(PARAMS, RIGHT_HOLDERS[name], X)
 
 
 @pytest.mark.parametrize("name", CHAINS)

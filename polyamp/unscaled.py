@@ -33,7 +33,7 @@ class _Call:
 
 
 class UnscaledGradients:
-    """The last calls that unscaled gradients: in eager code only those that are not applied yet."""
+    """The last calls that unscaled gradients."""
 
     def __init__(self, method: str, places: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
         self._method = method  # the name of the method that unscales
@@ -61,13 +61,13 @@ class UnscaledGradients:
         used = scaled or plain or self._here(grads)
         for call in used:
             call.is_applied = True
-        self._calls = [call for call in self._calls if call.place is not None or not call.is_applied]
         return None if scaled or not used else reduce(operator.and_, [call.finite for call in used])
 
     def _here(self, grads: Sequence[Any]) -> list[_Call]:
         """Return the calls in the place of these gradients. Raise if there are none, and some wait in other places."""
         around = self._places(grads) or [None]
-        here = [call for call in self._calls if any(call.place is place for place in around)]
+        new = [call for call in self._calls if call.place is not None or not call.is_applied]  # eager code has no end
+        here = [call for call in new if any(call.place is place for place in around)]
         if here or all(call.is_applied for call in self._calls):
             return here
         self._calls.clear()

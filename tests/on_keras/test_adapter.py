@@ -1,27 +1,26 @@
-"""The Keras adapter's other verbs: casting and the frameworks that it imports."""
+"""The Keras adapter passes the suite that every adapter passes, and Keras' own tests of its `LossScaleOptimizer`."""
 
 from __future__ import annotations
 
+import importlib.util
+import types
+from pathlib import Path
+
 import keras
-import numpy as np
 import pytest
-from keras import layers, ops
+from keras import layers
 
 import polyamp
-from polyamp.backends.keras import adapter, cast
-from support.harness_keras import to_numpy
-
-# Keras 3.15 calls __array__ as NumPy 1 did.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+from polyamp.backends.keras import LossScaledOptimizer, adapter
+from polyamp.testing import Conformance
+from support.harness_keras import KerasHarness
 
 
-def test_cast_takes_variables_tensors_and_arrays_in_any_nest() -> None:
-    tree = {"a": [keras.Variable([0.1])], "b": (ops.array([0.1]), np.array([0.1], "float32")), "c": "text"}
-    done = cast(tree, "bfloat16")
-    expected = np.float32(0.1).astype(done["b"][1].dtype)
-    assert done["c"] == "text"
-    assert {keras.backend.standardize_dtype(leaf.dtype) for leaf in (*done["a"], *done["b"])} == {"bfloat16"}
-    assert all(to_numpy(leaf)[0] == expected for leaf in (*done["a"], done["b"][0]))
+@pytest.mark.backends
+class TestKeras(Conformance):
+    @pytest.fixture
+    def harness(self) -> KerasHarness:
+        return KerasHarness()
 
 
 def test_cast_refuses_layers() -> None:
@@ -31,3 +30,30 @@ def test_cast_refuses_layers() -> None:
 
 def test_description_names_the_backend() -> None:
     assert adapter.describe()["title"] == f"keras on {keras.backend.backend()}"
+
+
+# Keras' own tests, as installed, with polyamp's class in place of Keras'. They skip the same tests on a backend for
+# Keras' class too.
+
+NAME = "keras.src.optimizers.loss_scale_optimizer_test"
+IMPORT = "from keras.src.optimizers.loss_scale_optimizer import LossScaleOptimizer\n"
+
+
+def with_our_class() -> type:
+    spec = importlib.util.find_spec(NAME)
+    if spec is None or spec.origin is None:
+        pytest.fail(f"this installation of Keras ships no {NAME}: install it from the wheel of PyPI, which does")
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    assert source.count(IMPORT) == 1, f"Keras imports its class in another way: {spec.origin}"
+    module = types.ModuleType("keras_own")
+    module.__dict__["LossScaleOptimizer"] = LossScaledOptimizer
+    exec(compile(source.replace(IMPORT, ""), spec.origin, "exec"), module.__dict__)
+    found: type = module.LossScaleOptimizerTest
+    assert sum(name.startswith("test_") for name in dir(found)) > 20
+    return found
+
+
+@pytest.mark.backends
+@pytest.mark.filterwarnings(r"ignore:SGD\(loss_scale_factor=100\) is ignored:polyamp.PolyampWarning")
+class TestOfKeras(with_our_class()):
+    pass

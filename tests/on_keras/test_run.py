@@ -18,11 +18,8 @@ from polyamp.backends.keras import LossScaledOptimizer
 from polyamp.backends.keras.run import begin
 from polyamp.run import Session, running
 
-pytestmark = [
-    pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="refused there: see on_jax/test_run.py"),
-    # Keras 3.15 calls __array__ as NumPy 1 did.
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
-]
+reason = "refused there: see on_jax/test_run.py"
+pytestmark = pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason=reason)
 
 RANDOM = np.random.default_rng(0)
 X, Y = (RANDOM.standard_normal((64, size)).astype("float32") for size in (16, 8))

@@ -40,7 +40,6 @@ def words(text: str) -> set[str]:
     return set(re.findall(r"[A-Za-z]{3,}", text))
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Keras 3.15 calls it as NumPy 1 did
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # checkpoints of a single process
 @pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and shown(page, "python")])
 def test_python_runs_and_prints_what_is_shown(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,9 +15,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 FEWER = 2
 """Micro-batches of an update, of 24. The loss of each is divided by the words of 24, so its gradients are the same."""
 
-# Keras 3.15 calls __array__ as NumPy 1 did.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 
 def run(monkeypatch: pytest.MonkeyPatch, name: str, *options: str) -> None:
     monkeypatch.setattr(sys, "argv", [name, *options])

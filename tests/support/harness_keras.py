@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -18,9 +17,7 @@ from polyamp.testing import Arrays
 
 def to_numpy(tensor: Any) -> NDArray[Any]:
     """Return a copy; bfloat16, which NumPy does not have, as ``ml_dtypes.bfloat16``."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Keras 3.15 calls __array__ as NumPy 1 did
-        return np.array(ops.convert_to_numpy(value_of(tensor)))
+    return np.array(ops.convert_to_numpy(value_of(tensor)))
 
 
 class KerasSession:

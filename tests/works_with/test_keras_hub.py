@@ -22,7 +22,6 @@ BATCH = {"token_ids": TOKENS, "segment_ids": np.zeros((8, 12), "int32"), "paddin
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`shuffle=True` was passed:UserWarning"),
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:keras_hub"),
 ]
 

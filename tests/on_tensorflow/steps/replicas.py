@@ -14,9 +14,7 @@ from polyamp import LossScale
 from polyamp.backends.tensorflow import LossScaler
 from support.replica_strategies import BAD, COUNT, FINITE, LOCAL, STRATEGY, copies, on_each, several
 
-# Keras 3.15 calls __array__ as NumPy 1 did.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*trains in float32:polyamp.PolyampWarning"),  # steps are what is tested here
 ]
 

@@ -13,9 +13,7 @@ import polyamp
 from polyamp import LossScale
 from support.replica_strategies import COUNT, KIND, LOCAL, STRATEGY, several
 
-# Keras 3.15 calls __array__ as NumPy 1 did.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*trains in float32:polyamp.PolyampWarning"),  # steps are what is tested here
 ]
 
@@ -59,15 +57,6 @@ def test_fit_in_float16_recovers_from_a_scale_that_is_much_too_large() -> None:
     assert losses[-1] < losses[0] / 2
     assert 0 < polyamp.save_loss_scale(opt)["skipped"] < 30
     assert all(np.isfinite(weights).all() for weights in model.get_weights())
-
-
-@pytest.mark.skipif(COUNT == LOCAL, reason="for several processes")
-def test_fit_over_several_processes_fails_in_keras_itself() -> None:
-    with STRATEGY.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", jit_compile=False)
-    with pytest.raises(ValueError, match="PerReplica"):
-        model.fit(np.ones((8, 2)), np.ones((8, 1)), verbose=0)
 
 
 class Interrupt(keras.callbacks.Callback):

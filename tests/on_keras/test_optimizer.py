@@ -16,10 +16,8 @@ from polyamp.backends.keras import LossScaledOptimizer
 from polyamp.testing import random_arrays, same_bits, spoiled
 from support.harness_keras import to_numpy
 
-# Keras 3.15 calls __array__ as NumPy 1 did.
 pytestmark = [
     pytest.mark.backends,
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*trains in float32:polyamp.PolyampWarning"),  # steps are what is tested here
 ]
 
@@ -78,18 +76,9 @@ def test_a_loss_that_is_not_finite_skips_the_step_with_a_warning(value: float) -
     assert "not finite before scaling" in opt.last_step.reason
     opt.scale_loss(ops.array(1.0))
     assert opt.last_step.reason == "gradients were not finite"
-
-
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
-def test_a_loss_that_is_not_finite_is_refused_where_that_is_asked_for(value: float) -> None:
-    opt = LossScaledOptimizer(keras.optimizers.SGD(), LossScale(nonfinite_loss="raise"))
+    strict = LossScaledOptimizer(keras.optimizers.SGD(), LossScale(nonfinite_loss="raise"))
     with pytest.raises(polyamp.errors.NonFiniteLossError, match="smaller scale cannot help"):
-        opt.scale_loss(ops.array(value))
-
-
-def test_an_integer_tensor_is_no_loss() -> None:
-    with pytest.raises(polyamp.errors.InvalidTypeError, match="a tensor of int32"):
-        wrapped().scale_loss(ops.array(3, "int32"))
+        strict.scale_loss(ops.array(value))
 
 
 # One step
@@ -147,12 +136,6 @@ def test_a_skipped_step_is_no_part_of_moving_averages() -> None:
     assert same_bits(disturbed.weights(), spared.weights())
 
 
-def test_apply_gradients_returns_the_count_of_applied_steps() -> None:
-    weight, opt = keras.Variable([1.0]), wrapped()
-    counts = [to_numpy(opt.apply_gradients([(ops.array([value]), weight)])) for value in (1.0, np.inf, 1.0)]
-    assert counts == [1, 1, 2]
-
-
 def test_missing_gradients_are_left_to_the_inner_optimizer() -> None:
     first, second = keras.Variable([1.0]), keras.Variable([1.0])
     opt = wrapped(loss_scale=LossScale.fixed(2.0))
@@ -181,17 +164,6 @@ def test_learning_rate_and_schedules_belong_to_the_inner_optimizer() -> None:
     for gradient in (np.inf, 1.0, 1.0):  # the schedule does not count the skipped step
         opt.apply_gradients([(ops.array([gradient]), weight)])
     assert to_numpy(weight).tolist() == [-1.0]
-
-
-# The scale
-
-
-def test_the_smallest_scale_and_many_skips_are_reported() -> None:
-    weight, opt = keras.Variable([0.0]), wrapped(loss_scale=LossScale(init=1.0, min=1.0, max_skips=2))
-    with pytest.warns(polyamp.PolyampWarning, match="at its minimum"):
-        opt.apply_gradients([(ops.array([np.inf]), weight)])
-    with pytest.raises(polyamp.errors.LossScaleError, match="2 steps in a row"):
-        opt.apply_gradients([(ops.array([np.inf]), weight)])
 
 
 # Master weights
@@ -225,13 +197,13 @@ def test_masters_serve_moving_averages_and_constraints() -> None:
 def test_fit_trains_and_compile_leaves_the_wrapped_optimizer_alone() -> None:
     model, x, y = model_and_data()
     polyamp.convert(model, "mixed_float16")
-    opt = wrapped("adam", loss_scale=LossScale(init=16.0, interval=3))
+    opt = wrapped("adam", loss_scale=LossScale(init=2.0**40, max=2.0**40, interval=3))  # much too large at first
     model.compile(opt, "mse")
     assert model.optimizer is opt
-    losses = model.fit(x, y, batch_size=16, epochs=4, verbose=0).history["loss"]
+    losses = model.fit(x, y, batch_size=8, epochs=6, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
-    assert (opt.loss_scale, opt.last_step.skipped_in_a_row) == (2.0**9, 0)
-    assert polyamp.save_loss_scale(model)["skipped"] == 0
+    assert 0 < polyamp.save_loss_scale(model)["skipped"] < 40
+    assert all(np.isfinite(weights).all() for weights in model.get_weights())
 
 
 def test_fit_without_a_loss_scale_is_the_plain_fit_to_the_last_bit() -> None:
@@ -243,17 +215,6 @@ def test_fit_without_a_loss_scale_is_the_plain_fit_to_the_last_bit() -> None:
         results.append((losses, model.get_weights()))
     assert results[0][0] == results[1][0]
     assert all(np.array_equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
-
-
-def test_fit_recovers_from_a_scale_that_is_much_too_large() -> None:
-    model, x, y = model_and_data()
-    polyamp.convert(model, "mixed_float16")
-    opt = wrapped("sgd", loss_scale=LossScale(init=2.0**40, max=2.0**40))
-    model.compile(opt, "mse")
-    losses = model.fit(x, y, batch_size=8, epochs=6, verbose=0).history["loss"]
-    assert losses[-1] < losses[0]
-    assert 0 < polyamp.save_loss_scale(opt)["skipped"] < 40
-    assert all(np.isfinite(weights).all() for weights in model.get_weights())
 
 
 def test_a_keras_file_keeps_every_field_and_the_slots(tmp_path: Path) -> None:

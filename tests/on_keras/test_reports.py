@@ -17,9 +17,7 @@ Y = np.zeros((32, 2), "float32")
 BACKEND = keras.backend.backend()
 F16 = polyamp.policy("mixed_float16")
 
-# Keras 3.15 calls __array__ as NumPy 1 did.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:the loss was not finite before scaling"),
 ]
 

@@ -15,8 +15,7 @@ if keras.backend.backend() != "jax":
 
 import jax
 
-# Keras 3.15 calls __array__ as NumPy 1 did.
-pytestmark = [pytest.mark.backends, pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")]
+pytestmark = pytest.mark.backends
 
 
 def compiled(opt: LossScaledOptimizer):

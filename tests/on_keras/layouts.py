@@ -12,9 +12,6 @@ import pytest
 
 import polyamp
 
-# Keras 3.15 calls __array__ as NumPy 1 did.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
 X = np.random.default_rng(0).standard_normal((16, 8)).astype("float32")
 Y = X[:, :4]
 OVERFLOWING = np.where(np.arange(16)[:, None] == 13, np.float32(np.inf), X)  # in the part of one device

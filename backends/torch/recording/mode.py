@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -142,17 +142,7 @@ class Recorder(Watcher):
         self._row_of: dict[int, tuple[int, bool]] = {}  # by the storage of a result; whether it still has those values
         self._narrowed: dict[tuple[int, torch.dtype], int] = {}  # by the row that was cast, and the target
         self._recorded_at: dict[int, str] = {}  # the module path of each autograd node, by its number
-        self._hooks: list[Any] = []
-        self._classes: dict[tuple[str, str], str] = {}
-
-    @contextmanager
-    def hooked(self) -> Iterator[None]:
-        """Return a context that removes the gradient hooks of all used leaves when it ends."""
-        try:
-            yield
-        finally:
-            for hook in self._hooks:
-                hook.remove()
+        self.hooks = ExitStack()  # removes the gradient hooks of all used leaves when it ends
 
     def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
         """Count the results of the operation."""
@@ -167,7 +157,8 @@ class Recorder(Watcher):
         elif node is None:
             self._count(operator_of(op), ACTIVATION, self._tracker.path, given, results)
         else:
-            self._count(_in_backward(operator_of(op), node), GRADIENT, self._path_of(node), given, results)
+            path = self._recorded_at.get(unstable.sequence_number(node), "")
+            self._count(_in_backward(operator_of(op), node), GRADIENT, path, given, results)
 
     def _count(
         self, operator: Operator, kind: Kind, path: str, given: Sequence[Tensor], results: Sequence[Tensor]
@@ -208,21 +199,12 @@ class Recorder(Watcher):
         return len(self.rows) - 1
 
     def _add(self, operator: Operator, kind: Kind, path: str, result: Tensor, parts: Sequence[int]) -> int:
-        op_class, shape = self._class_of(operator.name, path), tuple(result.shape)
+        op_class, shape = decide(self._policy.rules, operator.name, path).op_class, tuple(result.shape)
         made = Observation(kind, operator.name, path, op_class, _format(result), shape, spread_of(result))
         self._made_of[len(self.rows)] = parts if kind == GRADIENT else []
         self._row_of[_storage(result)] = len(self.rows), True
         self.rows.append(made)
         return len(self.rows) - 1
-
-    def _class_of(self, name: str, path: str) -> str:
-        key = name, path
-        if key not in self._classes:
-            self._classes[key] = decide(self._policy.rules, name, path).op_class
-        return self._classes[key]
-
-    def _path_of(self, node: Any) -> str:
-        return self._recorded_at.get(unstable.sequence_number(node), "")
 
     def _meet(self, given: Sequence[Tensor]) -> None:
         for one in given:
@@ -230,7 +212,7 @@ class Recorder(Watcher):
                 self.leaves[one] = None
                 self.changes.take_gradient(one)
                 hook = one.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
-                self._hooks.append(hook)
+                self.hooks.callback(hook.remove)
 
     def _accumulated(self, leaf: Tensor) -> None:
         self.took(leaf, leaf.grad)

@@ -43,7 +43,7 @@ def record(
     run = Run(step, args, kwargs, policy, widened)
     _check_sharding(run.reach.all_of(nn.Module), widened)
     recorder = Recorder(policy, run.tracker, widened, run.changes)
-    with run.undone(), recorder.hooked():
+    with run.undone(), recorder.hooks:
         result = run.forward(recorder, recorder.took)
         differentiates = run.differentiates or any(row is not None for row in recorder.leaves.values())
         if differentiates:

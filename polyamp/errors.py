@@ -444,36 +444,3 @@ def not_traced(*, where: str) -> UsageError:
         allowed="a function that was called, or rewritten with example arguments",
         fix="call it once, or give example arguments: rewrite(fn, *args)",
     )
-
-
-def outside_replicas(strategy: object) -> UsageError:
-    """Return the error for a step in the scope of a ``tf.distribute`` strategy, but outside its replicas."""
-    return UsageError(
-        "the step must run inside the strategy's replicas",
-        where=f"the scope of a {type(strategy).__name__}",
-        allowed="a function that every replica runs",
-        fix="put the gradients and the step into one function, and call strategy.run(function)",
-    )
-
-
-_WITHOUT_COMMON_STEP = {
-    "ParameterServerStrategy": "its workers step at different times, so the loss scale may change between the loss of "
-    "one and its step",
-    "CentralStorageStrategy": "its replicas share one copy of the variables, and cannot decide about a step",
-    "TPUStrategy": "a loss scale was never tested on TPUs, which compute in bfloat16",
-}
-
-
-def without_common_step(strategy: object) -> UnsupportedError | None:
-    """Return the error for a ``tf.distribute`` strategy whose replicas cannot share a scaled step; None for others."""
-    names = [kind.__name__ for kind in type(strategy).__mro__]
-    for unsupported, reason in _WITHOUT_COMMON_STEP.items():
-        if any(name.startswith(unsupported) for name in names):  # their versions have names that end with V1 and V2
-            return UnsupportedError(
-                f"loss scaling does not work under a {unsupported}: {reason}",
-                where="a step in the strategy's replicas",
-                found=names[0],
-                allowed="MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy",
-                fix="use one of these, or bfloat16 with loss_scale=polyamp.LossScale.none(), which checks nothing",
-            )
-    return None

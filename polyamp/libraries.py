@@ -275,7 +275,7 @@ def read(settings: Fields, initial: Fields, saved: Any) -> dict[str, Any]:
             "the scale is left out, the counters are kept."
         )
         values |= {"scale": 1.0, "good_steps": initial["good_steps"], "hysteresis": 1}
-    elif dynamic and settings["init"] != 1 and _is_ours(saved) and _is_unscaled(values):
+    elif dynamic and settings["init"] != 1 and _is_ours(saved) and _is_unscaled(settings, values):
         warn_once(
             "the saved state comes from training without a loss scale, as under bfloat16: the loss scale starts at "
             f"init = {settings['init']:g}."
@@ -367,11 +367,14 @@ def _from_deepspeed(found: Fields) -> dict[str, Any]:
     return values
 
 
-def _is_unscaled(values: Fields) -> bool:
+def _is_unscaled(settings: Fields, values: Fields) -> bool:
     """Return whether a state is as under `LossScale.skip_nonfinite` or `none`: its scale is 1 and was never another."""
-    names = ("scale", "growths", "skipped", "overflow_scale")
-    scale, growths, skipped, at = (_number(values[name], float) for name in names)
-    return scale == 1 and growths == 0 and at == min(skipped, 1)
+    names = ("scale", "growths", "skipped", "overflow_scale", "hysteresis")
+    scale, growths, skipped, at, hysteresis = (_number(values[name], float) for name in names)
+    if scale != 1 or growths:
+        return False
+    # An overflow at the smallest scale leaves -1. If that is 1 here too, this scale may have come down to it.
+    return bool(at == 1 and hysteresis == -1 and settings["min"] < 1) if skipped else bool(at == 0)
 
 
 def _check(settings: Fields, state: Fields) -> None:

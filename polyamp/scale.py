@@ -345,8 +345,12 @@ class LossScale:
     def from_dict(cls, settings: Mapping[str, Any]) -> LossScale:
         """Build settings from the result of `to_dict`."""
         if not isinstance(settings, Mapping):
-            allowed, fix = "a mapping from field to value", "pass the result of LossScale.to_dict()"
-            raise wrong_type(settings, where="LossScale.from_dict(settings)", allowed=allowed, fix=fix)
+            raise wrong_type(
+                settings,
+                where="LossScale.from_dict(settings)",
+                allowed="a mapping from field to value",
+                fix="pass the result of LossScale.to_dict()",
+            )
         return cls(**{str(name): value for name, value in settings.items()})
 
     def to_state_dict(self, state: LossScaleState, *, like: str | None = None) -> dict[str, Any]:

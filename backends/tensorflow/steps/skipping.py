@@ -22,7 +22,29 @@ import tensorflow as tf
 from polyamp.adapters import FINITE, UPDATE_SCOPE
 from polyamp.backends.tensorflow.graphs.graph import Graph, Node, NodeDef
 from polyamp.backends.tensorflow.unstable import graphs_around
-from polyamp.errors import outside_replicas, without_common_step
+from polyamp.errors import UnsupportedError, UsageError
+
+_WITHOUT_COMMON_STEP = {
+    "ParameterServerStrategy": "its workers step at different times, so the loss scale may change between the loss of "
+    "one and its step",
+    "CentralStorageStrategy": "its replicas share one copy of the variables, and cannot decide about a step",
+    "TPUStrategy": "a loss scale was never tested on TPUs, which compute in bfloat16",
+}
+
+
+def without_common_step(strategy: object) -> UnsupportedError | None:
+    """Return the error for a strategy whose replicas cannot share a scaled step; None for others."""
+    names = [kind.__name__ for kind in type(strategy).__mro__]
+    for unsupported, reason in _WITHOUT_COMMON_STEP.items():
+        if any(name.startswith(unsupported) for name in names):  # their versions have names that end with V1 and V2
+            return UnsupportedError(
+                f"loss scaling does not work under a {unsupported}: {reason}",
+                where="a step in the strategy's replicas",
+                found=names[0],
+                allowed="MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy",
+                fix="use one of these, or bfloat16 with loss_scale=polyamp.LossScale.none(), which checks nothing",
+            )
+    return None
 
 
 def all_replicas(finite: tf.Tensor) -> tf.Tensor:
@@ -49,7 +71,12 @@ def replica_context() -> tf.distribute.ReplicaContext:
     """Return the context of the replica that runs this code."""
     context = tf.distribute.get_replica_context()
     if context is None:
-        raise outside_replicas(tf.distribute.get_strategy())
+        raise UsageError(
+            "the step must run inside the strategy's replicas",
+            where=f"the scope of a {type(tf.distribute.get_strategy()).__name__}",
+            allowed="a function that every replica runs",
+            fix="put the gradients and the step into one function, and call strategy.run(function)",
+        )
     return context
 
 

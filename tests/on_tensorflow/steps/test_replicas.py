@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import polyamp
 from polyamp.backends.tensorflow import LossScaler
-from polyamp.errors import without_common_step
+from polyamp.backends.tensorflow.steps import skipping
 from support.own_process import run_tests, run_together, tensorflow_workers
 
 HERE = Path(__file__).parent
@@ -54,7 +54,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_strategies_without_a_common_step_are_refused_by_name(name: str) -> None:
-    error = without_common_step(object.__new__(REFUSED[name]))  # to make one takes a cluster or a TPU
+    error = skipping.without_common_step(object.__new__(REFUSED[name]))  # to make one takes a cluster or a TPU
     assert isinstance(error, polyamp.errors.UnsupportedError)
     named = type(name, (tf.distribute.OneDeviceStrategy,), {})("CPU:0")
     with named.scope():

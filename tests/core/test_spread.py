@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from polyamp.diagnosis.spread import SAMPLE, Spread, stride
 
-# Magnitudes over float32's range, but for half of float16's smallest subnormal, which `flushed` counts as kept.
-magnitudes = st.floats(0, 2.0**100, width=32).filter(lambda value: value != 2.0**-25)
+# Magnitudes over float32's range and around the smallest of float16, but for half of that, which counts as kept.
+anywhere, tiny = st.floats(0, 2.0**100, width=32), st.floats(2.0**-27, 2.0**-23, width=32)
+magnitudes = (anywhere | tiny).filter(lambda value: value != 2.0**-25)
 values = st.lists(magnitudes, min_size=1, max_size=40)
 
 

@@ -21,9 +21,9 @@ adapter = AdapterTable(
         "scale_loss": scale_loss,
         "loss_scale_of": loss_scale_of,
         "load_loss_scale": load_loss_scale,
-        "explain": "polyamp.backends.keras.delegated:explain",
-        "record": "polyamp.backends.keras.delegated:record",
-        "facts": "polyamp.backends.keras.delegated:facts",
+        "explain": "polyamp.backends.keras.models:explain",
+        "record": "polyamp.backends.keras.models:record",
+        "facts": "polyamp.backends.keras.models:facts",
     },
     instead={
         "rewrite": "rewrite a function that calls the model, or its step: model.train_step = "

@@ -255,9 +255,9 @@ def _surroundings_of(child: Any, part: Part, around: _Surroundings) -> _Surround
     if runs_code(layer):
         outside = part.border.inside if part.border.inside in CASTABLE else ""
     else:  # of a model of layers, only the last ones return to the code that calls it
-        returns = isinstance(layer, keras.Model) and _contains(heads(layer), child)
+        returns = isinstance(layer, keras.Model) and child in heads(layer)
         outside = part.border.outside if returns and part.in_code else ""
-    gives_output = around.gives_output and _contains(heads(layer), child)
+    gives_output = around.gives_output and child in heads(layer)
     return _Surroundings(part.path, gives_output, outside, around.depth + 1)
 
 
@@ -271,10 +271,6 @@ def _inside(layer: Any, operation: str, op_class: str, policy: Policy) -> str:
 
 def _is_named(policy: Policy, operation: str, path: str) -> bool:
     return any(rule.matches(operation, path) for rule in policy.own_rules)
-
-
-def _contains(layers: list[Any], layer: Any) -> bool:
-    return any(one is layer for one in layers)
 
 
 KERAS_POLICIES = {

@@ -24,11 +24,6 @@ def layers_inside(layer: Any) -> list[Any]:
     return found
 
 
-def all_layers(layer: Any) -> list[Any]:
-    """Return the layers inside a layer at any depth, as Keras' own trainers find them."""
-    return list(layer._flatten_layers(include_self=False))
-
-
 def autocast_variables(format_name: str) -> AbstractContextManager[Any]:
     """Return a context in which a layer reads its floating-point variables in this format."""
     context: AbstractContextManager[Any] = AutocastScope(format_name)

@@ -10,7 +10,7 @@ import pytest
 
 import polyamp
 from polyamp.backends.keras import HealthCallback
-from polyamp.backends.keras.delegated import record
+from polyamp.backends.keras.models import record
 from polyamp.diagnosis.diagnose import Verdict
 from polyamp.diagnosis.health import Health
 from polyamp.diagnosis.recording import PARAMETER, Recording

@@ -5,30 +5,33 @@ model's variables. On JAX it is a pure function, and the trainable variables are
 that a recording can name their gradients.
 
 The adapter decides operations under a policy. If the layers have their own 16-bit policies, it must lower nothing more,
-so it plans under float32: the plan then shows the layers' formats as written, and `own_plan` puts them in.
+so it plans under float32: the plan then shows the layers' formats as written, and `explain` puts them in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 from keras import ops
 
-from polyamp import adapters
-from polyamp.adapters import having
-from polyamp.backends.keras.layers import amended, own_policy, remaining_policy
-from polyamp.backends.keras.native import is_sixteen_bit
+from polyamp.backends.keras.layers import amended, own_policy, remaining_policy, walk
+from polyamp.backends.keras.native import BACKEND, framework, is_sixteen_bit
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
-from polyamp.backends.keras.unstable import all_layers, build_loss, variable_path
+from polyamp.backends.keras.unstable import build_loss, variable_path
 from polyamp.diagnosis.lint import Facts, OptimizerState
 from polyamp.diagnosis.recording import Recording
 from polyamp.errors import InvalidTypeError, UsageError
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation
 from polyamp.policies import Policy
+
+Step = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A function that returns the loss, and its arguments."""
+
+_OWN = "its layer's own policy"
 
 
 def record(
@@ -41,13 +44,13 @@ def record(
     scale: float | None = None,
 ) -> Recording:
     """Record one step of a compiled model; the model does not change."""
-    verb = having(adapters.adapter_named(keras.backend.backend()), "record").record
+    verb = framework().record
     if not isinstance(step, keras.Model):
         return verb(step, args, kwargs, policy, widened=widened, scale=scale)
-    made, own = step_of(step, args, kwargs), _scale_of(step)
+    (function, inputs), own = _step_of(step, args, kwargs), _scale_of(step)
     used = own if scale is None else scale
     with amended(step, policy):
-        recorded = verb(made.function, made.args, {}, remaining_policy(step, policy), widened=widened, scale=used)
+        recorded = verb(function, inputs, {}, remaining_policy(step, policy), widened=widened, scale=used)
     named = (one._replace(name=variable_path(one.name)) for one in recorded.observations)
     return replace(recorded, policy=str(policy), observations=tuple(named), differentiates=own is not None)
 
@@ -55,37 +58,28 @@ def record(
 def _scale_of(model: Any) -> float | None:
     """Return the factor by which the model's optimizer multiplies the loss; None if it does not."""
     optimizer = getattr(model, "optimizer", None)
-    if isinstance(optimizer, LossScaledOptimizer):
-        return optimizer.scaler.host_state.scale
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return float(ops.convert_to_numpy(optimizer.dynamic_scale)) if optimizer.built else optimizer.initial_scale
+        scale = getattr(optimizer, "dynamic_scale", None)  # Keras' class makes it at the first step
+        return optimizer.initial_scale if scale is None else float(ops.convert_to_numpy(scale))
     factor = getattr(optimizer, "loss_scale_factor", None)
     return None if factor is None else float(factor)
 
 
-class Step(NamedTuple):
-    """The loss of a model as a function of the framework that Keras runs on."""
-
-    function: Callable[..., Any]  # returns the loss
-    args: tuple[Any, ...]  # its arguments; on JAX the trainable variables come first
-
-
-def step_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
+def _step_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
     """Return the loss of a batch as ``fit`` computes it."""
     _check(model, args, kwargs)
-    batch = tuple(map(as_tensors, args))
+    batch = _as_tensors(args)
     build_loss(model, batch)
 
     def loss_of(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         predicted = model(x, training=True)
         return model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True)
 
-    return _pure(model, loss_of, batch) if keras.backend.backend() == "jax" else Step(loss_of, batch)
+    return _pure(model, loss_of, batch) if BACKEND == "jax" else (loss_of, batch)
 
 
-def as_tensors(tree: Any) -> Any:
-    """Return a container with its arrays as tensors of Keras' backend."""
-    return keras.tree.map_structure(ops.convert_to_tensor, tree)
+def _as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(keras.tree.map_structure(ops.convert_to_tensor, arg) for arg in args)
 
 
 def _pure(model: Any, loss_of: Callable[..., Any], batch: tuple[Any, ...]) -> Step:
@@ -98,7 +92,7 @@ def _pure(model: Any, loss_of: Callable[..., Any], batch: tuple[Any, ...]) -> St
             return loss_of(*batch)
 
     parameters = {name: variable.value for name, variable in trained.items()}
-    return Step(stateless, (parameters, [variable.value for variable in others], *batch))
+    return stateless, (parameters, [variable.value for variable in others], *batch)
 
 
 def _by_path(variables: Sequence[Any]) -> dict[str, Any]:
@@ -135,22 +129,17 @@ def _check(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         )
 
 
-_OWN = "its layer's own policy"
-
-
 def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Plan:
     """Return the plan of a compiled model's loss for a batch, or of a model's call for its inputs alone."""
-    verb = having(adapters.adapter_named(keras.backend.backend()), "explain").explain
+    verb = framework().explain
     if not isinstance(fn, keras.Model):
         return verb(fn, args, kwargs, policy)
-    step = Step(fn, tuple(map(as_tensors, args))) if len(args) < 2 else step_of(fn, args, kwargs)
+    is_call = len(args) < 2
+    function, inputs = (fn, _as_tensors(args)) if is_call else _step_of(fn, args, kwargs)
     with amended(fn, policy):
-        plan = verb(step.function, step.args, kwargs if len(args) < 2 else {}, remaining_policy(fn, policy))
-    return plan if own_policy(fn) is None else own_plan(plan, policy)
-
-
-def own_plan(plan: Plan, policy: Policy) -> Plan:
-    """Return a plan under which nothing was lowered as the plan of layers with their own formats."""
+        plan = verb(function, inputs, kwargs if is_call else {}, remaining_policy(fn, policy))
+    if own_policy(fn) is None:
+        return plan
     return replace(plan, policy=str(policy), operations=tuple(map(_by_layer, plan.operations)))
 
 
@@ -165,30 +154,26 @@ def _by_layer(operation: PlannedOperation) -> PlannedOperation:
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
     """Collect the facts that lint judges; see `polyamp.adapters.Adapter`."""
-    framework = adapters.adapter_named(keras.backend.backend())
-    verb = having(framework, "facts").facts
+    verb = framework().facts
     if not isinstance(target, keras.Model):
         found: Facts = verb(target, args, kwargs, policy, optimizer)
-        return replace(found, optimizer=state_of(optimizer)) if optimizer is not None else found
+        return found if optimizer is None else replace(found, optimizer=_kind_of(optimizer))
     chosen = getattr(target, "optimizer", None) if optimizer is None else optimizer
-    known = Facts(framework.name, policy)
+    known = Facts(BACKEND, policy)
     if args:
-        step = step_of(target, args, kwargs)
-        known = verb(step.function, step.args, {}, remaining_policy(target, policy), None)
-    layers = (layer for layer in all_layers(target) if not isinstance(layer, keras.Model))
+        known = verb(*_step_of(target, args, kwargs), {}, remaining_policy(target, policy), None)
+    low = [layer for layer in walk(target) if layer.compute_dtype == "float16" and not isinstance(layer, keras.Model)]
     return replace(
         known,
         policy=policy,
-        optimizer=state_of(chosen),
+        optimizer=_kind_of(chosen),
         low_parameters=tuple(one.path for one in target.trainable_variables if is_sixteen_bit(one)),
         has_masters=isinstance(chosen, LossScaledOptimizer) and chosen.master_weights is not False,
-        layer_policies=tuple(
-            (layer.path, layer.dtype_policy.name) for layer in layers if layer.compute_dtype == "float16"
-        ),
+        layer_policies=tuple((layer.path, layer.dtype_policy.name) for layer in low),
     )
 
 
-def state_of(optimizer: Any) -> OptimizerState:
+def _kind_of(optimizer: Any) -> OptimizerState:
     """Return the kind of an optimizer: wrapped by polyamp, scaled by Keras, or plain."""
     if isinstance(optimizer, LossScaledOptimizer):
         return "wrapped"

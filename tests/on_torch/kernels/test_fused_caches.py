@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import polyamp
 from support.torch_steps import COVERED, DEVICES, Way, close, wrapped
 
 STORAGES: list[tuple[torch.dtype, Any]] = [
@@ -137,41 +136,6 @@ def test_training_goes_on_where_something_was_exchanged(
     close(*params, rtol=unit, atol=unit)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: f"{storage[0]}-{storage[1]}".removeprefix("torch."))
-def test_direct_and_unscaled_steps_take_turns(storage: tuple[torch.dtype, Any], device: str) -> None:
-    ways = []
-    for fused in (True, False):
-        model = build(device, storage[0])
-        opt = wrapped(COVERED["adamw"](model.parameters()), fused, master_weights=storage[1])
-        for step in range(8):
-            opt.zero_grad()
-            opt.backward(linear_loss(model, step))
-            if step % 2:
-                opt.unscale_()
-            opt.step()
-        ways.append(Way(model, opt))
-    unit = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}[storage[0]]
-    close(*([param.detach() for param in way.model.parameters()] for way in ways), rtol=unit, atol=unit)
-
-
-@pytest.mark.parametrize("storage", STORAGES, ids=lambda storage: f"{storage[0]}-{storage[1]}".removeprefix("torch."))
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_refused_step_does_not_lose_what_is_written_to_the_model_next(
-    fused: bool, storage: tuple[torch.dtype, Any]
-) -> None:
-    model = build("cpu", storage[0])
-    opt = wrapped(COVERED["sgd"](model.parameters()), fused, master_weights=storage[1])
-    with pytest.raises(polyamp.errors.UsageError):
-        opt.step()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.fill_(4.0)
-    opt.backward(linear_loss(model, 0))
-    opt.step()
-    assert all((param > 3).all() for param in model.parameters())
-
-
 @pytest.mark.parametrize("unscales", [False, True], ids=["direct", "unscaled"])
 def test_a_parameter_in_the_place_of_another_trains(unscales: bool) -> None:
     def exchange(way: Way) -> None:
@@ -182,22 +146,3 @@ def test_a_parameter_in_the_place_of_another_trains(unscales: bool) -> None:
         trained(choice, "sgd", "cpu", (torch.float32, None), unscales, exchange) for choice in (True, False)
     )
     close(*([param.detach() for param in way.model.parameters()] for way in (fused, unfused)))
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_copy_follows_what_is_written_to_its_model(fused: bool) -> None:
-    """The copies' tensors count their versions anew."""
-    model = build("cpu", torch.bfloat16)
-    opt = wrapped(COVERED["sgd"](model.parameters()), fused)
-    opt.backward(linear_loss(model, 0))
-    opt.step()
-    for writes in range(1, 4):
-        twin, twin_opt = copy.deepcopy((model, opt))
-        twin_opt.zero_grad()
-        for _ in range(writes):
-            with torch.no_grad():
-                for param in twin.parameters():
-                    param.fill_(4.0)
-        twin_opt.backward(linear_loss(twin, 1))
-        twin_opt.step()
-        assert all((param > 3).all() for param in twin.parameters())

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import polyamp
-from polyamp import LossScale
 from support.torch_steps import (
     COVERED,
     DEVICES,
@@ -56,15 +52,6 @@ def test_saved_training_goes_on_with_or_without(name: str, before: bool, after: 
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_saved_16_bit_training_goes_on(device: str) -> None:
-    way = fresh("adamw", True, device, torch.bfloat16)
-    train(way, range(6))
-    resumed = saved_and_loaded(way, fresh("adamw", True, device, torch.bfloat16))
-    same(resumed.opt.state_dict()["master_weights"], way.opt.state_dict()["master_weights"])
-    same(train(resumed, range(6, 9)), train(way, range(6, 9)))
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("on", ["wrapped", "inner"])
 def test_hooks_run_once_a_step(on: str, device: str) -> None:
     way = fresh("adamw", True, device)
@@ -74,30 +61,6 @@ def test_hooks_run_once_a_step(on: str, device: str) -> None:
     target.register_step_post_hook(lambda *_: seen.append("post"))
     train(way, range(2), overflows={})
     assert seen == ["pre", "post"] * 2
-
-
-def test_a_hook_that_changes_the_learning_rate_changes_this_step() -> None:
-    fused, _, plain = ways(COVERED["sgd"])
-    for inner in (fused.opt.inner, plain.opt.inner):
-        inner.register_step_pre_hook(lambda opt, *_: opt.param_groups[0].update(lr=opt.param_groups[0]["lr"] * 0.5))
-    close(*(train(way, range(3), overflows={}) for way in (fused, plain)))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["adamw", "momentum"])
-def test_gradients_that_were_unscaled_and_changed_are_those_of_the_step(name: str, device: str) -> None:
-    fused, _, plain = ways(COVERED[name], lambda: network(device))
-    for step in range(6):
-        for way in (fused, plain):
-            way.opt.zero_grad()
-            way.opt.backward(loss_of(way.model, step))
-            if way is fused:
-                way.opt.unscale_()
-            with torch.no_grad():
-                for param in way.model.parameters():
-                    param.grad.clamp_(-0.01, 0.01)
-            way.opt.step()
-        close(list(fused.model.parameters()), list(plain.model.parameters()))
 
 
 class Odd(nn.Module):
@@ -149,41 +112,3 @@ def test_a_parameter_joins_and_another_pauses(name: str, device: str) -> None:
         (way.opt if way is fused else way.opt.inner).add_param_group({"params": [way.model[2].bias], "lr": 0.3})
         histories.append(rows + train(way, range(4, 10), overflows={6: math.inf}, loss=pausing))
     close(*histories)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("make", [lambda params: optim.LBFGS(params, lr=0.5, max_iter=4), COVERED["adamw"]])
-def test_steps_with_a_closure(make: Callable[[Any], torch.optim.Optimizer], device: str) -> None:
-    fused, unfused, _ = ways(make, lambda: network(device))
-
-    def closure(way: Way, step: int) -> Tensor:
-        way.opt.zero_grad()
-        loss = loss_of(way.model, step)
-        way.opt.backward(loss)
-        return loss
-
-    for step in range(4):
-        for way in (fused, unfused):
-            way.opt.step(lambda way=way, step=step: closure(way, step))
-        close(list(fused.model.parameters()), list(unfused.model.parameters()))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_too_many_skips_in_a_row_are_an_error(device: str) -> None:
-    model = network(device)
-    way = Way(model, wrapped(COVERED["adamw"](model.parameters()), True, loss_scale=LossScale(max_skips=3)))
-
-    def skip_on() -> None:
-        for step in range(8):
-            train(way, [step], overflows={step: math.inf})
-            if device == "cuda":
-                torch.cuda.synchronize()
-
-    with pytest.raises(polyamp.errors.LossScaleError, match=r"2\.bias"):
-        skip_on()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_without_a_loss_scale_the_step_is_the_plain_one(device: str) -> None:
-    fused, _, plain = ways(COVERED["adamw"], lambda: network(device), loss_scale=LossScale.none())
-    same(*(train(way, range(4), overflows={}) for way in (fused, plain)))

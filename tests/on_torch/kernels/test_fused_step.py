@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from polyamp import LossScale
@@ -141,47 +139,6 @@ def test_one_step_with_masters_is_the_plain_one_in_float32(name: str, dtype: tor
     masters = [master.detach() for master in opt.param_groups[0]["params"]]
     close(masters, [param.detach() for param in shadow.parameters()])
     assert all(torch.equal(param, master.to(dtype)) for param, master in zip(model.parameters(), masters, strict=True))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["adamw", "momentum", "sgd"])
-def test_a_skipped_step_leaves_masters_as_they_are(name: str, device: str) -> None:
-    model = network(device, torch.bfloat16)
-    way = Way(model, wrapped(COVERED[name](model.parameters()), True))
-    train(way, range(2), overflows={})
-    before = everything(way)
-    train(way, range(3), overflows=dict.fromkeys(range(3), math.inf))
-    same(everything(way), before)
-    assert way.opt.last_step.skipped_in_a_row == 3
-
-
-@settings(max_examples=25)
-@given(
-    name=st.sampled_from(sorted(COVERED)),
-    overflows=st.dictionaries(st.integers(0, 14), st.sampled_from([math.inf, -math.inf, math.nan])),
-    max_norm=st.sampled_from([None, 0.1, 10.0]),
-    scale=st.builds(
-        LossScale,
-        init=st.sampled_from([8.0, 1000.5]),
-        growth=st.sampled_from([2.0, 1.25]),
-        backoff=st.sampled_from([0.5, 0.75]),
-        interval=st.integers(1, 3),
-        hysteresis=st.integers(1, 3),
-        consecutive=st.booleans(),
-        min=st.just(4.0),
-        max=st.just(2.0**12),
-        on_min=st.just("ignore"),
-        late_growth=st.sampled_from(["never", "after_overflow", "always"]),
-    ),
-)
-def test_any_overflows_under_any_loss_scale(
-    name: str, overflows: dict[int, float], max_norm: float | None, scale: LossScale
-) -> None:
-    fused, unfused, plain = ways(COVERED[name], loss_scale=scale, max_grad_norm=max_norm)
-    close(*(train(way, range(15), overflows=overflows) for way in (fused, plain)), rtol=1e-4, atol=1e-5)
-    train(unfused, range(15), overflows=overflows)
-    assert fused.opt.scaler.state == unfused.opt.scaler.state
-    assert fused.opt.last_step.skipped_in_a_row == unfused.opt.last_step.skipped_in_a_row
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -78,7 +78,9 @@ class Session:
         gone = before is _MISSING
         self.at_end(lambda: delattr(owner, name) if gone else setattr(owner, name, before))
 
-    def check_calls(self, owner: Any, name: str, check: Callable[..., object], by: Callable[[str], bool]) -> None:
+    def check_calls(
+        self, owner: Any, name: str, check: Callable[..., object], by: Callable[[str], bool] = lambda file: True
+    ) -> None:
         """Call a check before a function, where code of a file calls it for which ``by`` returns True."""
         original = getattr(owner, name)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -38,7 +39,7 @@ def begin(session: Session) -> None:
             fix="write polyamp.convert(model, policy), and polyamp.wrap_optimizer(optimizer, policy) in compile",
         )
 
-    session.check_calls(keras.optimizers.Optimizer, "__init__", refuse, by=lambda file: True)
+    session.check_calls(keras.optimizers.Optimizer, "__init__", refuse)
 
 
 def _refuse_own(session: Session) -> None:
@@ -56,7 +57,7 @@ def _refuse_own(session: Session) -> None:
             session.found("keras.optimizers.LossScaleOptimizer")
 
     session.replace(keras.DTypePolicy, "__init__", init_policy)
-    session.check_calls(keras.optimizers.LossScaleOptimizer, "__init__", check_optimizer, by=lambda file: True)
+    session.check_calls(keras.optimizers.LossScaleOptimizer, "__init__", check_optimizer)
 
 
 class _Models:
@@ -68,7 +69,7 @@ class _Models:
         self._session, self._policy, self._loops = session, policy, loops
         self._wrapped: WeakSet[Any] = WeakSet()
         session.at_end(choose_optimizers(self._optimizer_for))
-        session.check_calls(keras.optimizers.Optimizer, "__init__", self._note_optimizer, by=lambda file: True)
+        session.check_calls(keras.optimizers.Optimizer, "__init__", self._note_optimizer)
         session.replace(_owner(keras.Model, "train_step"), "train_step", self._own_step(keras.Model.train_step))
         for kind in (_owner(keras.optimizers.Optimizer, "apply"), LossScaledOptimizer):
             session.replace(kind, "apply", self._applied(vars(kind)["apply"]))
@@ -108,20 +109,15 @@ class _Models:
             if not optimizer.built:
                 with keras.name_scope(optimizer.name, caller=optimizer):
                     optimizer.build(variables)
-            loops.step(_Update(optimizer), list(zip(grads, variables, strict=True)))
+            plain = getattr(optimizer, "inner_optimizer", optimizer)  # these gradients are unscaled
+
+            def update(pairs: Sequence[tuple[Any, Any]]) -> None:
+                plain.apply([grad for grad, _ in pairs], [variable for _, variable in pairs])
+
+            loops.step(SimpleNamespace(apply_gradients=update), list(zip(grads, variables, strict=True)))
 
         return apply
 
 
 def _owner(kind: type, name: str) -> type:
     return next(one for one in kind.__mro__ if name in vars(one))
-
-
-class _Update:
-    """The update of a Keras optimizer, whose gradients are true ones, as an object with ``apply_gradients``."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-
-    def apply_gradients(self, pairs: Sequence[tuple[Any, Any]]) -> None:
-        self._optimizer.apply([grad for grad, _ in pairs], [variable for _, variable in pairs])

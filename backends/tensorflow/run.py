@@ -58,14 +58,8 @@ def begin(session: Session) -> None:
     loops = Loops(session, policy)
     session.replace(Loops, "current", loops)
     session.replace(tf.GradientTape, "gradient", loops.gradient(tf.GradientTape.gradient))
-    session.check_calls(
-        tf.compat.v1.train.Optimizer,
-        "__init__",
-        lambda *_, **__: session.refuse(
-            "optimizers of TensorFlow 1 cannot be given a loss scale from outside", fix=_WRAP
-        ),
-        by=lambda file: True,
-    )
+    what = "optimizers of TensorFlow 1 cannot be given a loss scale from outside"
+    session.check_calls(tf.compat.v1.train.Optimizer, "__init__", lambda *_, **__: session.refuse(what, fix=_WRAP))
 
 
 def _record_products(session: Session, policy: Policy) -> None:

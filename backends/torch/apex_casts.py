@@ -99,6 +99,7 @@ def _leave_here() -> None:
     if _HERE.entered is not None:
         _HERE.entered[1].__exit__(None, None, None)
         _HERE.entered = None
+        torch.set_autocast_cache_enabled(True)
 
 
 def is_here() -> bool:

@@ -213,6 +213,7 @@ class Frame:
         "casts",
         "depth",
         "grad",
+        "keeps_casts",
         "marks",
         "native",
         "outer",
@@ -226,6 +227,7 @@ class Frame:
     outer: Frame | None
     casts: dict[Any, Any]  # of weights, until the outermost region ends
     native: list[tuple[str, bool, torch.dtype]]  # native autocast before, for each device type that was entered
+    keeps_casts: bool  # whether native autocast kept casts of weights before
     depth: int  # number of native regions around code in this one
     marks: Marks
     before: Marks
@@ -276,7 +278,7 @@ def enter(region: Region | None, device_types: Iterable[str] = ()) -> Frame:
     frame.region, frame.outer, frame.grad = region, outer, torch.is_grad_enabled()
     frame.casts = {} if outer is None else outer.casts
     # what `torch.autocast` does, in half of the time
-    frame.native, depth = [], 0
+    frame.native, depth, frame.keeps_casts = [], 0, torch.is_autocast_cache_enabled()
     for device in device_types:
         frame.native.append((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)))
         torch.set_autocast_enabled(device, region is not None)
@@ -311,6 +313,7 @@ def leave(frame: Frame) -> None:
             torch.clear_autocast_cache()
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
+    torch.set_autocast_cache_enabled(frame.keeps_casts)
     here, outer = HERE.thread, frame.outer
     here.frame = outer
     if _kernels is not None:

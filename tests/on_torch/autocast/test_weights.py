@@ -105,6 +105,8 @@ def test_the_setting_of_native_autocast_holds() -> None:
     try:
         with polyamp.autocast(OVERRIDDEN):
             assert casts_of(run) == casts_of(run)
+            torch.set_autocast_cache_enabled(True)
+        assert not torch.is_autocast_cache_enabled()
     finally:
         torch.set_autocast_cache_enabled(True)
 

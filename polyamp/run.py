@@ -174,7 +174,7 @@ class Finder(MetaPathFinder):
             )
         others = [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
         spec = next((spec for one in others if (spec := one.find_spec(fullname, path, target)) is not None), None)
-        is_missing = spec is None or spec.origin is None  # a folder without code, such as a checkout, is no package
+        is_missing = spec is None or spec.origin is None  # a folder without code, such as a checkout, is not a package
         entry = self._entries.pop(fullname, None)
         if spec is not None and not is_missing and entry is not None:
             self._begin_after(spec.loader, fullname, entry)

@@ -118,7 +118,7 @@ def attach(
     **options: Any,
 ) -> LossScaledOptimizer:
     """Make an optimizer act as its wrapper, and return the wrapper, which scales the losses."""
-    # `kind` says how it steps, and whether it saves the loss scale. The options are those of `polyamp.wrap_optimizer`.
+    # `kind` is how it steps, and whether it saves the loss scale. The options are those of `polyamp.wrap_optimizer`.
     if isinstance(optimizer, Attached | LossScaledOptimizer):
         raise wrapped_already(f"{type(optimizer).__name__} with a loss scale", fix="attach it once")
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -5,7 +5,7 @@ its gradient, most of which read and write whole images in float32. ``FusedBatch
 in float32 and reads each image once; ``FusedBatchNormGradV3`` does the same for the gradient. Other users of the mean
 and the variance, such as moving averages, get the kernel's.
 
-Which nodes these are is not said here: TensorFlow writes an example, and a part of a graph is a norm if it is the same
+Which nodes these are is not here: TensorFlow writes an example, and a part of a graph is a norm if it is the same
 as the example, except for moves. For example, Keras reshapes the mean that `tf.nn.moments` squeezed: what is moved is
 the ``Mean`` of the example. A norm that differs anywhere stays as it is.
 """

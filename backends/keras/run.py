@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 import keras
 
+from polyamp.backends.keras.native import BACKEND, script_loops
 from polyamp.backends.keras.optimizer import LossScaledOptimizer, wrap_optimizer
 from polyamp.backends.keras.unstable import built_on, choose_optimizers
 from polyamp.formats import format_of
@@ -27,7 +28,7 @@ def begin(session: Session) -> None:
     """Train the script's models under the policy, if there is one."""
     if session.policy is None:
         return
-    if keras.backend.backend() == "tensorflow":
+    if BACKEND == "tensorflow":
         _refuse_own(session)
         _Models(session, session.policy)
         return
@@ -35,7 +36,7 @@ def begin(session: Session) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         session.refuse(
             "Keras on this backend cannot be given a policy from outside",
-            found=f"an optimizer of Keras, on {keras.backend.backend()}",
+            found=f"an optimizer of Keras, on {BACKEND}",
             fix="write polyamp.convert(model, policy), and polyamp.wrap_optimizer(optimizer, policy) in compile",
         )
 
@@ -64,9 +65,7 @@ class _Models:
     """The models of a script: ``compile`` wraps their optimizers, those of loops are the tensorflow adapter's."""
 
     def __init__(self, session: Session, policy: Policy) -> None:
-        from polyamp.backends.tensorflow import run as loops  # on JAX and torch, TensorFlow may be missing
-
-        self._session, self._policy, self._loops = session, policy, loops
+        self._session, self._policy, self._loops = session, policy, script_loops()
         self._wrapped: WeakSet[Any] = WeakSet()
         session.at_end(choose_optimizers(self._optimizer_for))
         session.check_calls(keras.optimizers.Optimizer, "__init__", self._note_optimizer)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from polyamp.adapters import adapter_for, having
 from polyamp.errors import InvalidTypeError, brief, check_options, norm_limit
-from polyamp.policies import Policy
+from polyamp.policies import Policy, in_policy
 from polyamp.policies import policy as make_policy
 from polyamp.scale import LossScale
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from polyamp.backends.keras.optimizer import LossScaledOptimizer as KerasOptimizer
     from polyamp.backends.tensorflow.steps.optimizer import LossScaledOptimizer as TensorFlowOptimizer
-    from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer as TorchOptimizer
+    from polyamp.backends.torch.optimizer import LossScaledOptimizer as TorchOptimizer
 
 Object = TypeVar("Object")
 P = ParamSpec("P")
@@ -158,13 +158,12 @@ def wrap_optimizer(
     adapter = adapter_for(backend, optimizer, where="wrap_optimizer(optimizer)")
     where = f"wrap_optimizer(optimizer) of {adapter.name}"
     check_options(adapter.wrap_optimizer, options, where=where, elsewhere=_MEANT)
-    return adapter.wrap_optimizer(
-        optimizer,
-        chosen,
-        loss_scale=scale,
-        max_grad_norm=limit,
-        **options,
-    )
+    wrapped = adapter.wrap_optimizer(optimizer, chosen, loss_scale=scale, max_grad_norm=limit, **options)
+    if policy is None and loss_scale is None and not (in_policy() or chosen.casts):
+        for one in wrapped if isinstance(wrapped, list) else [wrapped]:
+            if hasattr(one, "lacks_policy"):
+                one.lacks_policy = True  # what reports it when it is used
+    return wrapped
 
 
 _MEANT = {

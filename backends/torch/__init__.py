@@ -18,11 +18,11 @@ from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.autocast.custom import custom_bwd, custom_fwd, register_autocast
 from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert
+from polyamp.backends.torch.grad_scaler import GradScaler
 from polyamp.backends.torch.graphs.explain import explain
 from polyamp.backends.torch.graphs.rewrite import rewrite
-from polyamp.backends.torch.steps.grad_scaler import GradScaler
-from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
-from polyamp.backends.torch.steps.skipping import AppliedSteps, select
+from polyamp.backends.torch.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.skipping import AppliedSteps, select
 
 __all__ = [
     "AppliedSteps",

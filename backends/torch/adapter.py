@@ -9,7 +9,7 @@ from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.devices import describe
 from polyamp.backends.torch.graphs.explain import planned, rewritten_for
 from polyamp.backends.torch.operations import OPERATIONS
-from polyamp.backends.torch.steps.verbs import (
+from polyamp.backends.torch.verbs import (
     load_loss_scale,
     loss_scale_of,
     save_loss_scale,

@@ -42,8 +42,8 @@ from polyamp.backends.torch.attached import Attached, attach, wrapper_of
 from polyamp.backends.torch.casting import cast_tensor, cast_to
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
-from polyamp.backends.torch.steps.scaler import LossScaler
+from polyamp.backends.torch.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.scale import LossScaler
 from polyamp.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -302,7 +302,6 @@ def _share_scales(
             kind=_Initialized,
         )
         wrapper.scalers = shared
-        shared.join(wrapper)
         if (session := current()) is not None:
             session.holders.append(wrapper)
 

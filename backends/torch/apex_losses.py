@@ -19,11 +19,8 @@ from torch import Tensor
 from polyamp.backends.torch.apex_casts import AmpHandle
 from polyamp.backends.torch.attached import wrapper_of
 from polyamp.backends.torch.autocast.casts import forget_casts
-from polyamp.backends.torch.steps import refusals
-from polyamp.backends.torch.steps.losses import LossScalers, Scaling
-from polyamp.backends.torch.steps.optimizer import ALIVE, LossScaledOptimizer
-from polyamp.backends.torch.steps.ranks import any_rank
-from polyamp.backends.torch.steps.scaler import LossScaler
+from polyamp.backends.torch.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.scale import LossScaler, LossScalers
 from polyamp.errors import InvalidValueError, StateError, UsageError, shown, warn_deprecated
 from polyamp.scale import LossScale, LossScaleState
 
@@ -137,19 +134,11 @@ def scale_loss(
         yield loss
         return
     wrapped, shown_scaler = _wrapped(optimizers), _scaler_of(loss_id)
-    lead = wrapped[0]
-    left = [(one, one.first_gradient()) for one in wrapped if one.is_consumed]
-    others = [
-        one for one in list(ALIVE) if one.scalers is lead.scalers and one not in wrapped and one.window.is_unscaled
-    ]
-    for one in wrapped:
-        one.window.last_flag = None
-    scaled = lead.scale(loss, shown_scaler.key)
-    scaling = lead.window.scaling
-    yield scaled
-    _check_cleared(left)
+    yield wrapped[0].scale(loss, shown_scaler.key)
     if not delay_unscale:
-        _unscale(wrapped, others, scaling)
+        for one in wrapped:
+            if one.may_have_gradients and (one.witness.has_more or not one.witness.is_unscaled):
+                one.unscale_()
         _skip_together(wrapped, shown_scaler.scaler)
     forget_casts()
 
@@ -179,34 +168,11 @@ def _scaler_of(loss_id: int) -> ShownScaler:
     return _amp_state.loss_scalers[loss_id]
 
 
-def _check_cleared(left: Sequence[tuple[LossScaledOptimizer, Any]]) -> None:
-    """Refuse gradients of the last step to which the block's were added; the block may have cleared them."""
-    for one, gradient in left:
-        now = one.first_gradient()
-        if now is not None and now[0]() is gradient[0]() and now[0]() is not None and one.window.scaling is not None:
-            raise refusals.not_cleared()
-
-
-def _unscale(
-    wrapped: Sequence[LossScaledOptimizer], others: Sequence[LossScaledOptimizer], scaling: Scaling | None
-) -> None:
-    """Unscale the gradients of the block, and restore those that other optimizers had, unscaled, before it."""
-    for one in wrapped:
-        if one.window.scaling is None and scaling is not None:  # zero_grad was called in the block
-            one.expect(scaling, own=True)
-    for one in (*wrapped, *others):
-        if not one.window.is_unscaled and (one.may_have_gradients or one.window.has_aside):
-            one.unscale_()
-
-
 def _skip_together(wrapped: Sequence[LossScaledOptimizer], scaler: LossScaler) -> None:
     """Let all optimizers of a block skip if the block made one of them skip, as in Apex."""
-    flagged = [(one.window, flag) for one in wrapped if (flag := one.window.last_flag) is not None]
-    if len(flagged) > 1:
-        here = torch.stack([flag.to(flagged[0][1].device) for _, flag in flagged]).amax()
-        flag, _ = any_rank(here, wrapped[0].process_group)
-        for window, _ in flagged:
-            window.add_overflow(scaler, flag)
+    flags = [flag for one in wrapped if (flag := one.flags.get(scaler)) is not None]
+    for one in wrapped if len(flags) > 1 else ():
+        one.skip_with(torch.stack([flag.to(flags[0].device) for flag in flags]).amax())
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import polyamp
-from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.unstable import note_step
 from polyamp.errors import no_optimizer, wrapped_already
 from polyamp.policies import Policy
@@ -53,7 +53,7 @@ class Attached:
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Make the wrapper's step; see `LossScaledOptimizer.step`."""
         wrapper = _wrapper(self)
-        if wrapper.steps_now:  # a step that another library had replaced on the object
+        if wrapper.is_stepping:  # a step that another library had replaced on the object
             return type(wrapper.inner).step(wrapper.inner, closure, **kwargs)
         result = self.polyamp_step(wrapper, closure, **kwargs)
         note_step(wrapper.inner)

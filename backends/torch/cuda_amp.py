@@ -22,7 +22,7 @@ from torch.amp.grad_scaler import OptState
 from polyamp.backends.torch.autocast import custom
 from polyamp.backends.torch.autocast.context import traced_context
 from polyamp.backends.torch.autocast.regions import ACCELERATOR, DEVICE_TYPES
-from polyamp.backends.torch.steps.grad_scaler import GradScaler as PolyampGradScaler
+from polyamp.backends.torch.grad_scaler import GradScaler as PolyampGradScaler
 from polyamp.backends.torch.unstable import constant_when_compiled
 from polyamp.errors import warn_deprecated, warn_once
 from polyamp.policies import policy

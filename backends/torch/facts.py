@@ -13,12 +13,12 @@ from torch.overrides import TorchFunctionMode
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import Watcher, operator_of
 from polyamp.backends.torch.recording.reach import Reach, names_of
 from polyamp.backends.torch.recording.record import Run
 from polyamp.backends.torch.recording.widening import tensors
-from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.tracking import Tracker
 from polyamp.backends.torch.user_code import calling_line
 from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast

@@ -32,8 +32,8 @@ from polyamp.backends.torch import apex, cuda_amp, unstable
 from polyamp.backends.torch.attached import Attached, attach, detach
 from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.recording.mode import operator_of
-from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.user_code import is_users, users_line
 from polyamp.plan import PlannedOperation
 from polyamp.policies import Policy
@@ -120,7 +120,7 @@ def _run_models_under(session: Session, policy: Policy) -> None:
 
     @functools.wraps(original)
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_inner = torch.compiler.is_compiling() or getattr(here, "is_inside", False) or unstable.backward_runs()
+        is_inner = torch.compiler.is_compiling() or getattr(here, "is_inside", False) or unstable.running_task() != -1
         if is_inner or next(module.parameters(), None) is None:
             return original(module, *args, **kwargs)
         return in_a_region(module, args, kwargs)
@@ -193,7 +193,7 @@ class _Unscaled(Attached):
             wrapper.share_scales(first)
         if closure is None and not wrapper.may_have_gradients:
             return None
-        wrapper.open_window()  # which a script need not do: it may step twice from the same gradients
+        wrapper.forget_gradients()  # which a script need not do: it may step twice from the same gradients
         return wrapper.step(closure, scaled=False, **kwargs)
 
 
@@ -269,7 +269,7 @@ def _scale_losses(session: Session) -> None:
         if not any(loss.requires_grad for loss in losses):
             original(losses, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
             return
-        scale, is_inner = scale_for(inputs), unstable.backward_runs()
+        scale, is_inner = scale_for(inputs), unstable.running_task() != -1
         with nullcontext() if is_inner else lock, unscaling(losses, scale):
             if not is_inner:  # else it is checkpointing's, whose leaves the outer pass does not reach
                 losses = [loss * torch.where(loss.isfinite().all(), scale, float("inf")) for loss in losses]

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from polyamp import convert, wrap_optimizer
 from polyamp.backends.torch.autocast.context import autocast
-from polyamp.backends.torch.steps.grad_scaler import GradScaler
-from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.grad_scaler import GradScaler
+from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, kind_of, missing_trainer, wrapped_already
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
@@ -242,7 +242,7 @@ def _apply(policy: Policy, model: Any) -> None:
 
 def _unscale(optimizer: LossScaledOptimizer) -> None:
     """Unscale gradients; do nothing if they are unscaled already, or if no rank can have any."""
-    if not optimizer.window.is_unscaled and optimizer.may_have_gradients:
+    if not optimizer.witness.is_unscaled and optimizer.may_have_gradients:
         optimizer.unscale_()
 
 

@@ -32,9 +32,9 @@ from polyamp.backends.torch.autocast.context import autocast_context
 from polyamp.backends.torch.casting import cast_to
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.steps import refusals
-from polyamp.backends.torch.steps.optimizer import ALIVE, LossScaledOptimizer
-from polyamp.backends.torch.steps.verbs import loss_scale_of, wrap_optimizer
+from polyamp.backends.torch.grad_scaler import different_loss_scales
+from polyamp.backends.torch.optimizer import ALIVE, LossScaledOptimizer
+from polyamp.backends.torch.verbs import loss_scale_of, wrap_optimizer
 from polyamp.errors import UnsupportedError, UsageError, check_options, missing_trainer, norm_limit
 from polyamp.libraries import write
 from polyamp.policies import Policy
@@ -117,7 +117,7 @@ class _Precision(BaseOfFabric):
             wrapped.__class__ = _named_like(type(optimizer))  # type: ignore[arg-type]
         if first is not None and wrapped.scalers is not first.scalers:
             fix = "leave them plain, or wrap them with polyamp.wrap_optimizer([first, second], policy)"
-            raise refusals.different_loss_scales(where=type(self).__name__, fix=fix)
+            raise different_loss_scales(where=type(self).__name__, fix=fix)
         self.optimizers.append(wrapped)
         return wrapped
 
@@ -207,7 +207,7 @@ class MixedPrecision(_Precision, BaseOfTrainer):
         if not isinstance(optimizer, LossScaledOptimizer) or isinstance(optimizer.inner, torch.optim.LBFGS):
             return super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
         result = closure()
-        if model.automatic_optimization and (result is None or optimizer.is_consumed):
+        if model.automatic_optimization and (result is None or optimizer.witness.is_consumed):
             return result  # ``training_step`` left this batch out, or a callback the backward pass
         if optimizer.may_have_gradients:
             self._after_closure(model, optimizer)
@@ -350,7 +350,7 @@ def _not_wrapped(where: str, found: str | None = None) -> UsageError:
 
 
 def _unscale(optimizer: LossScaledOptimizer) -> None:
-    if not optimizer.window.is_unscaled:
+    if not optimizer.witness.is_unscaled:
         optimizer.unscale_()
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.unstable import has_context
+from polyamp.errors import UsageError
 from polyamp.scale import TYPES, LossScaleState
 
 SIZE = 16  # int32 numbers in `control`, and in `report`
@@ -68,11 +69,23 @@ def is_captured() -> bool:
     return started and torch.cuda.is_current_stream_capturing()
 
 
-def scale_on(state: LossScaleState, device: torch.device) -> Tensor:
-    """Return the scale of a state as a float32 scalar on a device."""
-    if isinstance(state.scale, Tensor):
-        return state.scale.to(device)
-    return torch.full((), state.scale, dtype=torch.float32, device=device)
+def check_first_use(*, captured: bool) -> None:
+    """Raise if buffers of all later steps would be created while a CUDA graph is captured, which runs nothing."""
+    if captured:
+        raise UsageError(
+            "the first step was called during the capture of a CUDA graph, so each replay would create its state again",
+            where="step()",
+            found="a stream that is captured, and no state of an earlier step",
+            allowed="captures of later steps",
+            fix="take a few steps before the capture, on a side stream, as torch.cuda.graph asks for anyway",
+        )
+
+
+def scale_on(scale: float | Tensor, device: torch.device) -> Tensor:
+    """Return a loss scale as a float32 scalar on a device."""
+    if isinstance(scale, Tensor):
+        return scale.to(device)
+    return torch.full((), scale, dtype=torch.float32, device=device)
 
 
 def where(condition: Tensor, one: Any, other: Any) -> Tensor:

@@ -18,11 +18,12 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast.casts import forget_casts
 from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.autocast.regions import ACCELERATOR, nesting
+from polyamp.backends.torch.grad_scaler import GradScaler
+from polyamp.backends.torch.optimizer import ALIVE
+from polyamp.backends.torch.provenance import PASSES
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import Recorder, UpdateBegins
 from polyamp.backends.torch.recording.reach import Reach, keep, names_of, told
-from polyamp.backends.torch.steps.losses import COUNTS, LATEST
-from polyamp.backends.torch.steps.optimizer import ALIVE
 from polyamp.backends.torch.tracking import Tracker
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.errors import InvalidTypeError, NonFiniteLossError, UnsupportedError, shown
@@ -124,14 +125,19 @@ class Run:
         self.tracker = Tracker(self.changes.keep_module)
         self.differentiates = False
         self.loss: Tensor | None = None
-        self._scalings = LATEST.count
+        self._passes = PASSES.count
         self._scale: float | None = None
 
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo, on exit, all changes that are made while this context is active."""
         windows = [holder for optimizer in list(ALIVE) for holder in optimizer.holders()]
-        restore = keep([*windows, LATEST, COUNTS, *self.reach.all_of(torch.amp.GradScaler)])
+        scalers = [
+            part
+            for one in self.reach.all_of(torch.amp.GradScaler)
+            for part in (one.holders() if isinstance(one, GradScaler) else [one])
+        ]
+        restore = keep([*windows, PASSES, *scalers])
         for module in self.reach.modules():
             self.changes.keep_module(module)
         for param in self.reach.parameters():
@@ -165,8 +171,8 @@ class Run:
         """Return the step's own loss scale, as far as it is visible: polyamp's scale, or that of torch's scaler."""
         if self._scale is not None:
             return self._scale
-        if LATEST.count > self._scalings and LATEST.scaling is not None:
-            return float(LATEST.scaling.state.scale)
+        if scaled := PASSES.since(self._passes):
+            return float(scaled[-1].factor)
         scalers = [one for one in self.reach.all_of(torch.amp.GradScaler) if one.is_enabled()]
         return float(scalers[0].get_scale()) if len(scalers) == 1 else 1.0
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import wraps
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -79,9 +79,24 @@ def fsdp_groups() -> Iterator[list[Tensor]]:
             yield from ([one.sharded_param for one in group.fsdp_params] for group in groups if group is not None)
 
 
-def backward_runs() -> bool:
-    """Return whether the caller runs inside a backward pass; only the engine knows."""
-    return torch._C._current_graph_task_id() != -1
+def running_task() -> int:
+    """Return autograd's number of the backward pass that the caller runs in; -1 outside. Numbers are not used again."""
+    return torch._C._current_graph_task_id()
+
+
+def running_backward() -> tuple[Sequence[Any], bool] | None:
+    """Return the tensors and edges that the running backward pass started from, and whether it adds to ``grad``."""
+    # The engine knows only nodes, and hooks can run in its own threads. The caller of the pass waits in this frame.
+    code = torch.autograd.graph._engine_run_backward.__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None:
+        frame = next((one for one in sys._current_frames().values() if one.f_code is code), None)
+    if frame is None:
+        return None
+    given = frame.f_locals
+    return given["t_outputs"], bool(given["kwargs"].get("accumulate_grad", True))
 
 
 def until_backward_ends(held: Callable[[], None]) -> None:
@@ -101,45 +116,12 @@ class Choose(Protocol):
         """Return the parameters to clip to the limit in place of the given ones; ``measured``: not these any more."""
 
 
-class _NoSync(threading.local):
-    """The number of ``no_sync()`` regions that this thread is in."""
-
-    depth = 0
-
-
-_NO_SYNC = _NoSync()
-
-
-def watch_no_sync() -> None:
-    """Count regions of ``DistributedDataParallel.no_sync()`` from now on, for `keeps_gradients_here`."""
-    kind: Any = torch.nn.parallel.DistributedDataParallel
-    original = kind.no_sync
-    if hasattr(original, "_tells_polyamp"):
-        return
-
-    @wraps(original)
-    @contextmanager
-    def no_sync(self: Any) -> Iterator[None]:
-        _NO_SYNC.depth += 1
-        try:
-            with original(self):
-                yield
-        finally:
-            _NO_SYNC.depth -= 1
-
-    no_sync._tells_polyamp = True  # type: ignore[attr-defined]
-    kind.no_sync = no_sync
-
-
-def keeps_gradients_here() -> bool:
-    """Return whether this thread is in ``no_sync()``, so that a backward pass does not reduce gradients over ranks."""
-    return _NO_SYNC.depth > 0
-
-
 _CHOOSING: dict[str, Choose] = {}
+_USERS: Counter[str] = Counter()
+_REPLACED: list[tuple[Any, str, Any]] = []  # where a function of torch was replaced, its name there, and the function
 
 
-def before_clipping(name: str, choose: Choose) -> None:
+def ask_before_clipping(name: str, choose: Choose) -> None:
     """Ask a function which parameters to clip before torch clips gradients; the first function of a name stays."""
     # There is no hook for clipping, so torch's functions are replaced. `clip_grad_norm_` calls the private function by
     # its name in its module, so replacing that one works even if `clip_grad_norm_` was imported before.
@@ -147,6 +129,7 @@ def before_clipping(name: str, choose: Choose) -> None:
     from torch.nn.utils import clip_grad
 
     _CHOOSING.setdefault(name, choose)
+    _USERS[name] += 1
     for name in _CLIPPING:
         original = getattr(clip_grad, name, None)
         if original is None or hasattr(original, "_asks_polyamp"):
@@ -154,11 +137,26 @@ def before_clipping(name: str, choose: Choose) -> None:
         asking = _asking(original, measured=name.startswith("_"))
         for module in (clip_grad, utils):
             for known in [known for known, value in vars(module).items() if value is original]:
-                setattr(module, known, asking)
+                _replace(module, known, asking)
     fsdp = sys.modules.get(_FSDP)
     if fsdp is not None and not hasattr(fsdp.FullyShardedDataParallel.clip_grad_norm_, "_asks_polyamp"):
         kind = fsdp.FullyShardedDataParallel
-        kind.clip_grad_norm_ = _asking(kind.clip_grad_norm_, measured=True)
+        _replace(kind, "clip_grad_norm_", _asking(kind.clip_grad_norm_, measured=True))
+
+
+def leave_clipping(name: str) -> None:
+    """Undo one call of `ask_before_clipping`; after the last one torch has its own functions again."""
+    _USERS[name] -= 1
+    if _USERS[name] == 0:
+        del _CHOOSING[name]
+    while _REPLACED and not _CHOOSING:
+        holder, known, original = _REPLACED.pop()
+        setattr(holder, known, original)
+
+
+def _replace(holder: Any, name: str, function: Any) -> None:
+    _REPLACED.append((holder, name, getattr(holder, name)))
+    setattr(holder, name, function)
 
 
 def _asking(original: Callable[..., Any], *, measured: bool) -> Callable[..., Any]:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
+from polyamp.backends.torch import fused, scale
 from polyamp.backends.torch.kernels import control
 from polyamp.backends.torch.kernels.control import kept
-from polyamp.backends.torch.steps import fused, scaler
 from polyamp.errors import InvalidValueError, UsageError
 from support.torch_steps import COVERED, DEVICES, Way, close, everything, loss_of, network, same, train, wrapped
 
@@ -25,7 +25,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Says whether a CUDA graph is captured, which on a CPU nothing else can."""
 
     def say(captured: bool) -> None:
-        for module in (control, fused, scaler):
+        for module in (control, fused, scale):
             monkeypatch.setattr(module, "is_captured", lambda: captured)
 
     return say

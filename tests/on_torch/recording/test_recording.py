@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import polyamp
 from polyamp.backends.torch import adapter
-from polyamp.backends.torch.steps.grad_scaler import GradScaler
+from polyamp.backends.torch.grad_scaler import GradScaler
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
 from polyamp.scale import LossScale
 from support.torch_cases import MODELS
@@ -345,7 +345,14 @@ class Steps:
         scalers = [self.scaler.state_dict(), self.own_scaler.state_dict(), polyamp.save_loss_scale(self.wrapped)]
         params = [(param.tolist(), param._version, param.grad is None) for param in self.model.parameters()]
         optimizers = [repr(self.plain.state_dict()), repr(self.wrapped.inner.state_dict())]
-        return [params, scalers, optimizers, vars(self.wrapped.window).copy(), repr(self.wrapped.last_step)]
+        witness = {name: value for name, value in vars(self.wrapped.witness).items() if name != "_opened_at"}
+        return [
+            params,
+            scalers,
+            optimizers,
+            witness,
+            repr(self.wrapped.last_step),
+        ]
 
 
 STEPS = [
@@ -392,7 +399,6 @@ def test_training_goes_on_as_if_nothing_had_been_recorded(name: str) -> None:
     assert [param.tolist() for param in steps.model.parameters()] == [
         param.tolist() for param in alone.model.parameters()
     ]
-    assert [vars(one)["_losses"] for one in (steps.own_scaler, alone.own_scaler)] == [[], []]
     assert steps.contents()[1:3] == alone.contents()[1:3]
 
 

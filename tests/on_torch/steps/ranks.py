@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
-from polyamp.backends.torch.steps.ranks import any_rank, has_peers
+from polyamp.backends.torch.ranks import any_rank, has_peers
 from support.forked_ranks import default_group
 from support.harness_torch import OPTIMIZERS, X, Y, skipping_on_device
 
@@ -296,25 +296,30 @@ def test_ddp_accumulates_under_no_sync() -> None:
         opt.unscale_()
     grads = [[param.grad for group in opt.param_groups for param in group["params"]] for opt in opts]
     torch.testing.assert_close(*grads, rtol=0.02, atol=0.02)
-    break_gradient(model)  # after unscale_ it is too late: both ranks step
+    break_gradient(model)  # after unscale_, on one rank: none of them steps
     opts[0].step()
-    assert opts[0].last_step.applied
+    assert not opts[0].last_step.applied
 
 
 @pytest.mark.parametrize("masters", [True, False])
-def test_gradients_are_not_set_aside_before_they_are_reduced(masters: bool) -> None:
-    model = model_of(torch.bfloat16 if masters else torch.float32)
-    opt, parallel = wrap(model, "adamw", "host"), DistributedDataParallel(model)
+def test_gradients_that_were_unscaled_before_they_are_reduced_are_reduced_with_the_next(masters: bool) -> None:
+    dtype = torch.bfloat16 if masters else torch.float32
+    model, whole = model_of(dtype), model_of(dtype)
+    opts = [wrap(each, "adamw", "host") for each in (model, whole)]
+    opt, parallel = opts[0], DistributedDataParallel(model)
+    opts[1].scalers["second"].set(256.0, where="")
+    opt.scalers["second"].set(256.0, where="")
     with parallel.no_sync():
         opt.backward(loss_of(parallel))
         opt.unscale_()
-    for loss_id in (None, "second"):
-        with pytest.raises(polyamp.errors.UsageError, match="not reduced over the ranks yet"):
-            opt.backward(loss_of(parallel), loss_id)
-    opt.zero_grad()
-    opt.backward(loss_of(parallel))
-    opt.unscale_()
     opt.backward(loss_of(parallel), "second")
+    for rows, loss_id in ((slice(0, None, 2), None), (slice(1, None, 2), "second")):
+        opts[1].backward((whole(X[rows]).squeeze(1) - Y[rows]).square().mean(), loss_id)
+    for each in opts:
+        each.unscale_()
+    grads = [[param.grad for group in each.param_groups for param in group["params"]] for each in opts]
+    close = 0.02 if masters else 1e-5
+    torch.testing.assert_close(*grads, rtol=close, atol=close)
     opt.step()
     assert opt.last_step
     assert ranks_agree(*(value for param in model.parameters() for value in param.detach().float().flatten().tolist()))

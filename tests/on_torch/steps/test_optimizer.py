@@ -124,10 +124,11 @@ def test_a_loss_on_the_device_that_was_not_finite_is_reported_at_the_next_step(n
     before = contents(opt)
     opt.zero_grad()
     opt.backward(loss_of(model))
-    opt.window.expect(opt.window.scaling._replace(suspects=[torch.tensor(math.nan)]), own=True)  # as on a device
+    opt.scaler.loss_was_finite = torch.tensor(False)  # as on a device
+    model.weight.grad.fill_(math.nan)
     opt.step()
     assert not opt.last_step
-    assert opt.last_step.reason == NONFINITE_LOSS
+    assert opt.last_step.reason.startswith(NONFINITE_LOSS)
     assert contents(opt) == before
     said = {"skip": pytest.warns(polyamp.PolyampWarning, match="float16 may have overflowed")}
     with said.get(nonfinite_loss, pytest.raises(polyamp.errors.NonFiniteLossError, match="earlier step")):

@@ -13,7 +13,7 @@ import torch
 
 import polyamp
 from polyamp.backends.torch import LossScaledOptimizer
-from polyamp.backends.torch.steps.ranks import Overflowed, any_rank, has_peers
+from polyamp.backends.torch.ranks import Overflowed, any_rank, has_peers
 
 pytestmark = pytest.mark.slow
 

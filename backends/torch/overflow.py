@@ -17,16 +17,17 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from polyamp.backends.torch.steps.gradients import Gradients, dense, local
-from polyamp.backends.torch.steps.ranks import Overflowed
-from polyamp.backends.torch.steps.scaler import is_finite
-from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
+from polyamp.backends.torch.gradients import Gradients, dense, local
+from polyamp.backends.torch.ranks import Overflowed
 from polyamp.errors import NONFINITE_LOSS
+
+if TYPE_CHECKING:
+    from polyamp.backends.torch.optimizer import LossScaledOptimizer
 
 SHOWN = 5  # names in a message; `overflowed` returns all of them
 
@@ -95,55 +96,59 @@ def _shown(bad: Sequence[Overflow]) -> str:
     return ", ".join(shown)
 
 
-def overflowed(optimizer: WrappedOptimizer) -> list[Overflow]:
+def overflowed(optimizer: LossScaledOptimizer) -> list[Overflow]:
     """Return the result of `LossScaledOptimizer.overflowed`."""
     return named(find(_graded(optimizer)), _names(optimizer))
 
 
-def explain(optimizer: WrappedOptimizer, loss_was_finite: bool | None = True) -> str:
+def explain(optimizer: LossScaledOptimizer, loss_was_finite: bool | None = True) -> str:
     """Describe the gradients that a wrapped optimizer has now."""
     return describe(overflowed(optimizer), loss_was_finite)
 
 
-def now(optimizer: WrappedOptimizer, loss_was_finite: bool | None, overflowed: Overflowed | None) -> Callable[[], str]:
+def now(
+    optimizer: LossScaledOptimizer, loss_was_finite: bool | None, overflowed: Overflowed | None
+) -> Callable[[], str]:
     """Find the non-finite gradients of a step that the host skipped; the returned function names and describes them."""
     return functools.partial(_described, optimizer, find(_graded(optimizer)), loss_was_finite, overflowed)
 
 
-def later(optimizer: WrappedOptimizer, losses: Sequence[Tensor], overflowed: Overflowed | None) -> Callable[[], str]:
+def later(
+    optimizer: LossScaledOptimizer, loss_was_finite: bool | Tensor | None, overflowed: Overflowed | None
+) -> Callable[[], str]:
     """Return a function that describes a step that the device may have skipped, while its gradients exist."""
-    return functools.partial(_explain_later, weakref.ref(optimizer), losses, overflowed)
+    return functools.partial(_explain_later, weakref.ref(optimizer), loss_was_finite, overflowed)
 
 
 def _described(
-    optimizer: WrappedOptimizer, bad: list[NonFinite], loss_was_finite: bool | None, overflowed: Overflowed | None
+    optimizer: LossScaledOptimizer, bad: list[NonFinite], loss_was_finite: bool | None, overflowed: Overflowed | None
 ) -> str:
     return describe(named(bad, _names(optimizer)), loss_was_finite, overflowed)
 
 
 def _explain_later(
-    optimizer: weakref.ref[WrappedOptimizer], losses: Sequence[Tensor], overflowed: Overflowed | None
+    optimizer: weakref.ref[LossScaledOptimizer], known: bool | Tensor | None, overflowed: Overflowed | None
 ) -> str:
     alive = optimizer()
-    finite = all(map(is_finite, losses)) if losses else None  # None: nobody has tested the loss yet
+    finite = None if known is None else bool(known)
     if alive is None or not Gradients(_graded(alive)):
         return describe([], finite, overflowed) if finite is False or overflowed is not None else ""
     return _described(alive, find(_graded(alive)), finite, overflowed)
 
 
-def _models(optimizer: WrappedOptimizer) -> dict[Tensor, Tensor]:
+def _models(optimizer: LossScaledOptimizer) -> dict[Tensor, Tensor]:
     """Return the model's parameter of each master."""
     masters = optimizer.masters
     return {} if masters is None else dict(zip(masters.masters, masters.model, strict=True))
 
 
-def _graded(optimizer: WrappedOptimizer) -> list[dict[str, Any]]:
+def _graded(optimizer: LossScaledOptimizer) -> list[dict[str, Any]]:
     """Return the groups, with the model's parameter in place of a master without gradient."""
     models = {master: model for master, model in _models(optimizer).items() if master.grad is None}
     return [{**group, "params": [models.get(one, one) for one in group["params"]]} for group in optimizer.param_groups]
 
 
-def _names(optimizer: WrappedOptimizer) -> dict[Tensor, str]:
+def _names(optimizer: LossScaledOptimizer) -> dict[Tensor, str]:
     models = _models(optimizer)
     names = names_of(optimizer.param_groups, optimizer.named, models)
     return {**names, **{model: names[master] for master, model in models.items()}}

@@ -21,14 +21,15 @@ import inspect
 import json
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.steps import saving
-from polyamp.backends.torch.steps.refusals import bad_state
-from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
+from polyamp.backends.torch import saving
+
+if TYPE_CHECKING:
+    from polyamp.backends.torch.optimizer import LossScaledOptimizer
 
 MASTER, NOTHING, REST = "polyamp_master", "polyamp_no_master", "polyamp"
 
@@ -38,7 +39,7 @@ Saved = dict[str, Any]
 class ShownState:
     """The names of each parameter's state, by the model's parameters: all that is read of an optimizer's ``state``."""
 
-    def __init__(self, optimizer: WrappedOptimizer) -> None:
+    def __init__(self, optimizer: LossScaledOptimizer) -> None:
         self._optimizer = optimizer
 
     def __bool__(self) -> bool:  # false would mean that a step has to create the state
@@ -51,10 +52,10 @@ class ShownState:
         return names[id(param)]
 
 
-_names: weakref.WeakKeyDictionary[WrappedOptimizer, dict[int, list[str]]] = weakref.WeakKeyDictionary()
+_names: weakref.WeakKeyDictionary[LossScaledOptimizer, dict[int, list[str]]] = weakref.WeakKeyDictionary()
 
 
-def shown_groups(optimizer: WrappedOptimizer) -> list[dict[str, Any]]:
+def shown_groups(optimizer: LossScaledOptimizer) -> list[dict[str, Any]]:
     """Return the parameter groups, with the model's own parameters."""
     models = iter(list(optimizer.model_parameters()))
     groups = [{**group, "params": [next(models) for _ in group["params"]]} for group in optimizer.inner.param_groups]
@@ -62,7 +63,7 @@ def shown_groups(optimizer: WrappedOptimizer) -> list[dict[str, Any]]:
     return groups
 
 
-def shown_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
+def shown_states(optimizer: LossScaledOptimizer) -> dict[Tensor, Saved]:
     """Return the states by the model's own parameters."""
     keys = [param for group in optimizer.inner.param_groups for param in group["params"]]
     kept = {**_initial_states(optimizer), **optimizer.inner.state}
@@ -74,7 +75,7 @@ def shown_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
     return states
 
 
-def shown(optimizer: WrappedOptimizer) -> Saved:
+def shown(optimizer: LossScaledOptimizer) -> Saved:
     """Return the state dict, in torch's own form."""
     numbers = {id(param): number for number, param in enumerate(optimizer.model_parameters())}
     groups = shown_groups(optimizer)
@@ -92,7 +93,7 @@ def is_shown(saved: Any) -> bool:
     return isinstance(groups, list | tuple) and any(isinstance(one, Mapping) and REST in one for one in groups)
 
 
-def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
+def unpacked(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> Saved:
     """Return the state dict in the form of `LossScaledOptimizer.state_dict`, from the result of `shown`."""
     # A frozen parameter has no state in it, so its master keeps its value, which is the parameter's.
     groups = [{key: value for key, value in group.items() if key != REST} for group in saved["param_groups"]]
@@ -112,25 +113,25 @@ def unpacked(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
         }
     except (TypeError, LookupError, ValueError, SyntaxError) as error:
         what = f'"{REST}" in a parameter group'
-        raise bad_state(
+        raise saving.bad_state(
             "the saved state is not a wrapped optimizer's", what, "a result of get_state_dict", "load that"
         ) from error
     return {"state": {number: state for number, state in states.items() if state}, "param_groups": groups, **read}
 
 
-def _initial_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
+def _initial_states(optimizer: LossScaledOptimizer) -> dict[Tensor, Saved]:
     """Return the states that the inner optimizer would create for parameters that have none, and change nothing."""
     # They come from a step on gradients of zero, with learning rate zero. Optimizers that need a closure cannot make
     # it.
     inner, masters = optimizer.inner, optimizer.masters
     params = [param for group in inner.param_groups for param in group["params"]]
     new = [param for param in params if param.requires_grad and not inner.state.get(param)]
-    if not new or _needs_closure(inner) or optimizer.window.is_unscaled:  # gradients have to stay
+    if not new or _needs_closure(inner) or optimizer.witness.is_unscaled:  # gradients have to stay
         return {}
     options, gradients = [{**group} for group in inner.param_groups], [param.grad for param in params]
     try:
         if masters is not None:
-            masters.take_gradients()  # after which masters have the model's values
+            masters.follow()
         for param in params:
             param.grad = None
         for param in new:
@@ -138,11 +139,11 @@ def _initial_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
         for group in inner.param_groups:
             if "lr" in group:
                 group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-        optimizer.steps_now = True
+        optimizer.is_stepping = True
         inner.step()
         return {param: inner.state.pop(param) for param in new if param in inner.state}
     finally:
-        optimizer.steps_now = False
+        optimizer.is_stepping = False
         for group, option in zip(inner.param_groups, options, strict=True):
             group.clear()
             group.update(option)
@@ -155,7 +156,7 @@ def _needs_closure(inner: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _masters(optimizer: WrappedOptimizer) -> dict[int, Tensor]:
+def _masters(optimizer: LossScaledOptimizer) -> dict[int, Tensor]:
     """Return the masters by the ids of their parameters."""
     masters = optimizer.masters
     if masters is None:
@@ -163,7 +164,7 @@ def _masters(optimizer: WrappedOptimizer) -> dict[int, Tensor]:
     return {id(param): value.detach() for param, value in zip(masters.model, masters.state().values(), strict=True)}
 
 
-def _rest(optimizer: WrappedOptimizer) -> dict[str, str]:
+def _rest(optimizer: LossScaledOptimizer) -> dict[str, str]:
     """Return the entries that do not belong to one parameter, as text, which is saved and gathered unchanged."""
     # They are the same on every rank, since files keep one value per name.
     saved = saving.own_part(optimizer)
@@ -181,7 +182,7 @@ def _without_gaps(state: Mapping[str, Any]) -> Saved:
     return {key: value for key, value in state.items() if key != NOTHING and value != {}}
 
 
-def _read_masters(optimizer: WrappedOptimizer, given: list[Any]) -> dict[int, Tensor]:
+def _read_masters(optimizer: LossScaledOptimizer, given: list[Any]) -> dict[int, Tensor]:
     """Return the masters in their order, from the value found for each parameter."""
     own = _masters(optimizer)
     read = (

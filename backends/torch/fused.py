@@ -12,7 +12,7 @@ If ``stats`` counts an element that is not finite, the second operator changes o
 the device: the host reads a report of the step at a later step. On a GPU with the compiled extension these are two
 kernels; elsewhere they are the PyTorch code in ``kernels/reference.py``.
 
-`FusedStep` has three uses, and `step.py` chooses between them:
+`FusedStep` has three uses, and `LossScaledOptimizer.make_step` chooses between them:
 
 - `FusedStep.step_scaled` is the step above, for `SGD`, `Adam` and `AdamW`;
 - `FusedStep.step_unscaled` updates from gradients that are unscaled already, for example after ``unscale_()``;
@@ -32,14 +32,12 @@ from torch.autograd.graph import increment_version
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.extension import available
+from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.kernels.arguments import Settings
-from polyamp.backends.torch.kernels.control import SIZE, applied_flag, is_captured, kept
+from polyamp.backends.torch.kernels.control import SIZE, applied_flag, check_first_use, is_captured, kept
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
-from polyamp.backends.torch.steps import refusals
-from polyamp.backends.torch.steps.gradients import Gradients
-from polyamp.backends.torch.steps.operands import NO_MASTERS, Batch, Calls, Masters, count_on_host, is_dense
-from polyamp.backends.torch.steps.ranks import Overflowed, add_shards_, any_rank, has_peers
-from polyamp.backends.torch.steps.update_rules import rules_of, update_rule_of
+from polyamp.backends.torch.operands import NO_MASTERS, Batch, Calls, Masters, count_on_host, is_dense
+from polyamp.backends.torch.ranks import Overflowed, add_shards_, any_rank, has_peers
 from polyamp.backends.torch.unstable import (
     has_step_pre_hooks,
     is_flattened,
@@ -47,7 +45,8 @@ from polyamp.backends.torch.unstable import (
     run_with_step_hooks,
     step_without_hooks,
 )
-from polyamp.errors import PolyampError
+from polyamp.backends.torch.update_rules import rules_of, update_rule_of
+from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError, shown
 from polyamp.scale import LossScale
 
 _REAL = frozenset({*SIXTEEN_BIT, torch.float32})
@@ -79,7 +78,13 @@ class FusedStep:
     """Polyamp's operators for one optimizer: whole steps for Adam, AdamW and SGD, unscaling and clipping for others."""
 
     def __init__(self, inner: torch.optim.Optimizer, wanted: bool | None) -> None:
-        refusals.check_fused_step(wanted)
+        if not (wanted is None or isinstance(wanted, bool)):
+            raise InvalidTypeError(
+                "wrong type, expected bool",
+                where="wrap_optimizer(fused_step=)",
+                found=shown(wanted),
+                fix="leave it out for polyamp's kernels on GPUs that have them, or give True or False",
+            )
         self.inner = inner
         self.wanted = wanted
         self._forget()
@@ -107,14 +112,14 @@ class FusedStep:
         compiled = available(device)  # called in any case, because it loads the extension
         return compiled or self.wanted is True
 
-    def scaled_batches(self, masters: Callable[[], Masters], *, clips: bool) -> list[Batch] | None:
+    def scaled_batches(self, masters: Masters, *, clips: bool) -> list[Batch] | None:
         """Return the calls that step all parameters from the scaled gradients, or None if operators cannot step them.
 
         For example, they cannot if a hook runs before the step, because it must see unscaled gradients; or if gradients
         that are sharded over ranks in several layouts must be clipped, because PyTorch computes their norm.
 
         Args:
-            masters: returns the parameters by their masters; called only if there is an operator for this optimizer.
+            masters: the model's parameters by their masters.
             clips: whether the norm is needed.
 
         Raises:
@@ -124,7 +129,7 @@ class FusedStep:
         rule = update_rule_of(self.inner)
         if rule is None or has_step_pre_hooks(self.inner):
             return None
-        batches, left = self._scaled.of(self.inner, rule, masters(), self.is_for)
+        batches, left = self._scaled.of(self.inner, rule, masters, self.is_for)
         if left or len({batch.device for batch in batches}) > 1:  # their statistics would have to be combined
             return None
         if clips and (len(set().union(*(batch.layouts for batch in batches))) > 1 or self._has_flattened_shards()):
@@ -204,11 +209,18 @@ class FusedStep:
         made = [batch for batch in batches if batch.made]
         is_first = made or any(batch.device not in self._scratch for batch in batches)
         try:
-            refusals.check_first_use(captured=bool(is_first) and is_captured())
+            check_first_use(captured=bool(is_first) and is_captured())
             for batch in batches:
                 for number in batch.numbers:
-                    if isinstance(lr := self.inner.param_groups[number]["lr"], Tensor):
-                        refusals.check_rate(lr, number, batch.device)
+                    lr = self.inner.param_groups[number]["lr"]
+                    if isinstance(lr, Tensor) and lr.device not in (batch.device, torch.device("cpu")):
+                        raise InvalidValueError(
+                            "a learning rate is on another device than its parameters",
+                            where=f"param_groups[{number}]['lr'], in step()",
+                            found=f"a tensor on {lr.device}",
+                            allowed=f"a number, a tensor on the CPU, or one on {batch.device}",
+                            fix=f"move it: group['lr'] = group['lr'].to('{batch.device}')",
+                        )
         except PolyampError:
             _settle(made, applied=False)
             raise
@@ -283,7 +295,7 @@ class FusedStep:
 
     def _scratch_on(self, device: torch.device) -> Scratch:
         if device not in self._scratch:
-            refusals.check_first_use(captured=is_captured())
+            check_first_use(captured=is_captured())
             self._scratch[device] = Scratch(device)
         return self._scratch[device]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.steps.ranks import shard_group
+from polyamp.backends.torch.ranks import shard_group
 
 REAL = frozenset({*SIXTEEN_BIT, torch.float32, torch.float64})
 
@@ -31,10 +32,6 @@ class Gradients:
 
     def __bool__(self) -> bool:
         return bool(self._grads)
-
-    def now(self) -> Gradients:
-        """Return the current gradients of the same parameters."""
-        return Gradients([{"params": self._params}], self._norm_group)
 
     @property
     def parameter_count(self) -> int:
@@ -64,11 +61,16 @@ class Gradients:
             if flag is not None:
                 return flag
             buckets = self.buckets() if over_mesh else [[local(grad) for grad in bucket] for bucket in self.buckets()]
-            flags = [_unscale(bucket, inverse_scale) for bucket in buckets]
-            overflow = flags[0] if flags else torch.zeros((), device=self._params[0].device)
-            for other in flags[1:]:
-                overflow = torch.maximum(overflow, other.to(overflow.device, non_blocking=True))
-            return overflow
+            return _any([_unscale(bucket, inverse_scale) for bucket in buckets], self._params[0].device)
+
+    def test(self) -> Tensor:
+        """Return a float32 scalar: 1.0 if this rank has a gradient that is not finite, else 0.0."""
+        with torch.no_grad():
+            buckets = [[local(grad) for grad in bucket] for bucket in self.buckets()]
+            flags = [
+                _has_non_finite(filled) for bucket in buckets if (filled := [one for one in bucket if one.numel()])
+            ]
+            return _any(flags, self._params[0].device)
 
     def clip(self, max_norm: float, skipped: Tensor | None = None) -> Tensor:
         """Scale the gradients in place so that their global L2 norm is at most ``max_norm``."""
@@ -123,6 +125,18 @@ def _unscale(bucket: Bucket, inverse_scale: Tensor) -> Tensor:
     # Private in torch, without a public equivalent: torch.amp.GradScaler's own kernel, which reads each gradient once.
     torch._amp_foreach_non_finite_check_and_unscale_(bucket, flag, inverse_scale.to(device, non_blocking=True))
     return flag
+
+
+def _has_non_finite(bucket: Bucket) -> Tensor:
+    return torch.stack(torch._foreach_norm(bucket, math.inf)).isfinite().all().logical_not().float()
+
+
+def _any(flags: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the largest of some flags, on the device of the first one."""
+    largest = flags[0] if flags else torch.zeros((), device=device)
+    for other in flags[1:]:
+        largest = torch.maximum(largest, other.to(largest.device, non_blocking=True))
+    return largest
 
 
 def dense(param: Tensor) -> Tensor:

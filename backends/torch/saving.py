@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.steps.refusals import bad_state
-from polyamp.backends.torch.steps.scaler import LossScaler
-from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
-from polyamp.errors import warn_once
+from polyamp.backends.torch.masters import MasterWeights, layouts
+from polyamp.backends.torch.scale import LossScaler
+from polyamp.errors import StateError, warn_once
 from polyamp.scale import LossScaleState
+
+if TYPE_CHECKING:
+    from polyamp.backends.torch.optimizer import LossScaledOptimizer
 
 KEYS = ("state", "param_groups", "loss_scale", "master_weights")
 _OURS = ("loss_scale", "loss_scales", "master_weights")
@@ -29,12 +31,12 @@ _OTHER_BITS = (
 )
 
 
-def save(optimizer: WrappedOptimizer) -> dict[str, Any]:
+def save(optimizer: LossScaledOptimizer) -> dict[str, Any]:
     """Return the result of `LossScaledOptimizer.state_dict`. "loss_scales" has the scales of losses with an id."""
     return {**optimizer.inner.state_dict(), **own_part(optimizer)}
 
 
-def own_part(optimizer: WrappedOptimizer) -> dict[str, Any]:
+def own_part(optimizer: LossScaledOptimizer) -> dict[str, Any]:
     """Return the entries that a plain optimizer's state does not have."""
     masters, scalers = optimizer.masters, optimizer.scalers
     others = {loss_id: _saved_scale(scaler) for loss_id, scaler in scalers.others.items()}
@@ -45,7 +47,7 @@ def own_part(optimizer: WrappedOptimizer) -> dict[str, Any]:
     }
 
 
-def load(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> None:
+def load(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
     """Load a state; see `LossScaledOptimizer.load_state_dict`. Everything is tested before anything is changed."""
     _check(optimizer, saved)
     plain = is_plain(saved)
@@ -66,7 +68,7 @@ def is_plain(saved: object) -> bool:
     return isinstance(saved, Mapping) and not any(key in saved for key in _OURS)
 
 
-def _initial_scales(optimizer: WrappedOptimizer) -> list[tuple[Any, LossScaleState]]:
+def _initial_scales(optimizer: LossScaledOptimizer) -> list[tuple[Any, LossScaleState]]:
     state = optimizer.scaler.settings.initial_state()
     return [(loss_id, state) for loss_id in (None, *optimizer.scalers.others)]
 
@@ -75,7 +77,7 @@ def _saved_scale(scaler: LossScaler) -> dict[str, Any]:
     return scaler.settings.to_state_dict(scaler.state)
 
 
-def _scales(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> list[tuple[Any, LossScaleState]]:
+def _scales(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> list[tuple[Any, LossScaleState]]:
     read = optimizer.scaler.settings.from_state_dict
     others = saved.get("loss_scales", {})
     if not isinstance(others, Mapping):
@@ -88,7 +90,7 @@ def _scales(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> list[tuple
     return [(None, read(saved["loss_scale"])), *((loss_id, read(state)) for loss_id, state in others.items())]
 
 
-def _check(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> None:
+def _check(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
         found = f"keys {', '.join(map(str, saved))}" if isinstance(saved, Mapping) else type(saved).__name__
         raise bad_state("the saved state is not an optimizer's", found, f"keys {', '.join(KEYS)}", _FIX)
@@ -102,13 +104,27 @@ def _check(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> None:
             "the saved state is incomplete", f"no {' and no '.join(missing)}", f"keys {', '.join(KEYS)}", fix
         )
     if optimizer.masters is not None:
-        optimizer.masters.check(saved["master_weights"])
+        _check_masters(optimizer.masters, saved["master_weights"])
     elif saved["master_weights"] is not None:
         raise bad_state(
             "the saved state has master weights, and this optimizer has none",
             'something under "master_weights"',
             "None",
             "convert the model to the policy that it was saved under before its optimizer is wrapped",
+        )
+
+
+def _check_masters(masters: MasterWeights, saved: object) -> None:
+    own, found = layouts(masters.masters), None
+    if isinstance(saved, Mapping) and all(isinstance(master, Tensor) for master in saved.values()):
+        found = layouts(saved.values())
+    if found != own:
+        raise bad_state(
+            "the saved master weights are not those of this optimizer",
+            'no float32 tensors under "master_weights"' if found is None else f"{len(found)} tensors of shapes {found}",
+            f"{len(own)} tensors of shapes {own}",
+            "convert the model, and wrap its optimizer, as they were when the state was saved; of a state without "
+            'masters, load {"state": saved["state"], "param_groups": saved["param_groups"]} after the model',
         )
 
 
@@ -154,3 +170,8 @@ def _keep_dtypes(inner: torch.optim.Optimizer, saved: Mapping[str, Any], *, wide
                 warn_once(_OTHER_BITS)
             elif not (widened and value.dtype in SIXTEEN_BIT):
                 inner.state[param][key] = value.to(loaded.device)
+
+
+def bad_state(what: str, found: str, allowed: str, fix: str) -> StateError:
+    """Return the error for a saved state that cannot be loaded."""
+    return StateError(what, where="load_state_dict(saved)", found=found, allowed=allowed, fix=fix)

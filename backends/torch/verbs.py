@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from polyamp.backends.torch.devices import report_slow
-from polyamp.backends.torch.steps.grad_scaler import GradScaler
-from polyamp.backends.torch.steps.optimizer import LossScaledOptimizer
-from polyamp.backends.torch.steps.refusals import named_tensors
+from polyamp.backends.torch.grad_scaler import GradScaler
+from polyamp.backends.torch.optimizer import LossScaledOptimizer, named_tensors
 from polyamp.errors import no_loss_scale, warn_once
 from polyamp.libraries import apex_losses, report_lost, write_apex_losses
 from polyamp.policies import Policy
@@ -90,7 +89,7 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
     scalers = _wrapped(holder, "load_loss_scale(holder)").scalers
     losses = apex_losses(saved)
     if len(losses) < 2:
-        scalers.main.load(saved)
+        scalers.main.resume(scalers.main.settings.from_state_dict(saved))
         return holder
     states = {number: scalers.main.settings.from_state_dict(state) for number, state in losses.items()}
     if 0 in states:

@@ -14,7 +14,9 @@ The inner optimizer knows only the masters; forward and backward passes know onl
     inner.step()            1.0            0.01       0.999    0.01
     update_model()          1.0            0.01       0.999    0.01       0.999 rounds to 1.0 in bfloat16
 
-If somebody writes to the model, for example by ``load_state_dict``, the masters follow before the next step.
+If somebody writes to the model, for example by ``load_state_dict`` or ``param.data.clamp_``, the masters follow before
+the next step. The model's gradients stay multiplied by the loss scale, and count: what clears or changes them after the
+masters took them is taken again.
 """
 
 from __future__ import annotations
@@ -26,27 +28,29 @@ import torch
 from torch import Tensor, nn
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.steps.gradients import local
-from polyamp.backends.torch.steps.refusals import bad_state
+from polyamp.backends.torch.gradients import local
+from polyamp.backends.torch.provenance import Gradient
 from polyamp.errors import InvalidValueError, UnsupportedError, check_master_weights, warn_once
 
 
 class MasterWeights:
     """The 16-bit parameters of a model, each with its float32 master: 4 more bytes for each parameter."""
 
-    # A step is `take_gradients`, the inner optimizer's own step, and `update_model` if it was applied.
+    # A step is `follow`, `take_gradients`, the inner optimizer's own step, and `update_model` if it was applied.
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.model: list[Tensor] = []
         self.masters: list[Tensor] = []
-        self._versions: list[int] = []
         self._by_master: dict[Tensor, Tensor] = {}
-        self._have_gradients = False
+        self._taken: list[Gradient | None] = []  # the model's gradients when the masters took them
         for group in inner.param_groups:
             self.adopt(inner, group)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_by_master": {}, "_versions": []}  # copied parameters restart their version counters
+        return {"model": self.model, "masters": self.masters}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        self.__dict__.update(saved, _by_master={}, _taken=[])
 
     @torch.no_grad()
     def adopt(self, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
@@ -65,32 +69,46 @@ class MasterWeights:
                 inner.state[master] = {key: _widened(value, param) for key, value in inner.state.pop(param).items()}
         self.model += low
         self.masters += made.values()
-        self.note_versions()
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
+    def take_gradients(self, *, remember: bool = False) -> None:
         """Set the masters' gradients to the model's in float32, exactly, even inf and NaN."""
-        self._follow()
-        self._have_gradients = True
-        pairs = [(master, param.grad) for param, master in zip(self.model, self.masters, strict=True)]
-        wide = iter(_in_float32([grad for _, grad in pairs if grad is not None]))
-        for master, grad in pairs:
-            master.grad = None if grad is None else next(wide)
+        wide = iter(_in_float32([grad for param in self.model if (grad := param.grad) is not None]))
+        for param, master in zip(self.model, self.masters, strict=True):
+            master.grad = None if param.grad is None else next(wide)
+        self._taken = (
+            [None if (grad := p.grad) is None else Gradient.of(p, grad) for p in self.model] if remember else []
+        )
+
+    @torch.no_grad()
+    def look_again(self, inverse: Tensor) -> None:
+        """Take the gradients again, unscaled, that somebody cleared or changed since `take_gradients` remembered."""
+        for param, master, taken in zip(self.model, self.masters, self._taken, strict=False):
+            if param.grad is None:
+                master.grad = None
+            elif taken is None or not taken.is_untouched():
+                master.grad = param.grad.float() * inverse.to(param.device)
+
+    @torch.no_grad()
+    def give_back(self, scale: float | Tensor) -> None:
+        """Set the model's gradients to the masters' unscaled ones times the loss scale, rounded."""
+        for place, (param, master, taken) in enumerate(zip(self.model, self.masters, self._taken, strict=False)):
+            if master.grad is not None and param.grad is not None and taken is not None and taken.is_untouched():
+                param.grad.copy_(master.grad * (scale.to(param.device) if isinstance(scale, Tensor) else scale))
+                self._taken[place] = Gradient.of(param, param.grad)
+
+    def clear_gradients(self) -> None:
+        """Clear the masters' own gradients."""
+        self._taken = []
+        for master in self.masters:
+            master.grad = None
 
     def by_parameter(self) -> dict[int, Tensor]:
         """Return the masters by the ids of their parameters."""
         return dict(zip(map(id, self.model), self.masters, strict=True))
 
-    @torch.no_grad()
     def parameters_by_master(self) -> dict[Tensor, Tensor]:
-        """Return the model's parameters by their masters, for operators, which update both in place."""
-        # It is the same object until there are more masters. From now on the model's own gradients are used, and the
-        # masters have none.
-        if self._have_gradients:
-            self._have_gradients = False
-            for master in self.masters:
-                master.grad = None
-        self._follow()
+        """Return the model's parameters by their masters, for operators: the same object until there are more."""
         if len(self._by_master) != len(self.masters):
             self._by_master = dict(zip(self.masters, self.model, strict=True))
         return self._by_master
@@ -100,10 +118,10 @@ class MasterWeights:
         """Round the masters into the model's parameters, to nearest, ties to even."""
         if self.model:
             torch._foreach_copy_([*map(local, self.model)], [*map(local, self.masters)])
-        self.note_versions()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the model's own gradients, which may be views of DistributedDataParallel's buckets."""
+        self._taken = []
         for param in self.model:
             if set_to_none:
                 param.grad = None
@@ -113,24 +131,8 @@ class MasterWeights:
     @torch.no_grad()
     def state(self) -> dict[int, Tensor]:
         """Return the masters by index in the optimizer, numbered as in ``torch.optim``'s own state."""
-        self._follow()
+        self.follow()
         return dict(enumerate(self.masters))
-
-    def check(self, saved: object) -> None:
-        """Raise if saved masters do not fit these parameters."""
-        own, found = _layouts(self.masters), None
-        if isinstance(saved, Mapping) and all(isinstance(master, Tensor) for master in saved.values()):
-            found = _layouts(saved.values())
-        if found != own:
-            raise bad_state(
-                "the saved master weights are not those of this optimizer",
-                'no float32 tensors under "master_weights"'
-                if found is None
-                else f"{len(found)} tensors of shapes {found}",
-                f"{len(own)} tensors of shapes {own}",
-                "convert the model, and wrap its optimizer, as they were when the state was saved; of a state without "
-                'masters, load {"state": saved["state"], "param_groups": saved["param_groups"]} after the model',
-            )
 
     @torch.no_grad()
     def load(self, saved: Mapping[Any, Any]) -> None:
@@ -141,17 +143,22 @@ class MasterWeights:
             master.copy_(value)
         self.update_model()
 
-    def note_versions(self) -> None:
-        """Record the model's versions: later changes are writes by somebody else."""
-        self._versions = [param._version for param in self.model]
-
-    def _follow(self) -> None:
-        """Update masters after a write to the model (``model.load_state_dict``); unchanged elements keep all bits."""
-        if self._versions == [param._version for param in self.model]:
+    @torch.no_grad()
+    def follow(self, *, on_device: bool = False) -> None:
+        """Update masters after a write to the model; elements that were not written keep all bits."""
+        # A write through ``param.data`` leaves no trace but the values, so these are compared.
+        if not self.model:
             return
-        for param, master in zip(map(local, self.model), map(local, self.masters), strict=True):
-            master.copy_(torch.where(param == master.to(param.dtype), master, param.float()))
-        self.note_versions()
+        model, masters = [*map(local, self.model)], [*map(local, self.masters)]
+        rounded = [torch.empty_like(param) for param in model]
+        torch._foreach_copy_(rounded, masters)
+        if not on_device and all(param.device.type == "cpu" for param in model):
+            for param, master, low in zip(model, masters, rounded, strict=True):
+                if not torch.equal(param, low):
+                    master.copy_(torch.where(param == low, master, param.float()))
+            return
+        for param, master, low in zip(model, masters, rounded, strict=True):  # without waiting for the device
+            torch.where(param == low, master, param.float(), out=master)
 
 
 def make_masters(inner: torch.optim.Optimizer, wanted: bool | None) -> MasterWeights | None:
@@ -186,7 +193,7 @@ def _widened(value: Any, param: Tensor) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype == param.dtype else value
 
 
-def _layouts(tensors: Iterable[Tensor]) -> list[Any]:
+def layouts(tensors: Iterable[Tensor]) -> list[Any]:
     """Return shapes, and for distributed tensors also their placements over ranks."""
     return [
         (tuple(tensor.shape), tensor.placements) if hasattr(tensor, "placements") else tuple(tensor.shape)

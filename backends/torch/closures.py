@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.steps.wrapped import WrappedOptimizer
+if TYPE_CHECKING:
+    from polyamp.backends.torch.optimizer import LossScaledOptimizer
 
 Closure = Callable[[], Any]
 
@@ -24,32 +25,43 @@ def evaluates_once(inner: torch.optim.Optimizer) -> bool:
     return type(inner).__module__.startswith("torch.optim.") and not isinstance(inner, torch.optim.LBFGS)
 
 
+def step_with_closure(optimizer: LossScaledOptimizer, closure: Closure, scaled: bool | None) -> Any:
+    """Step with a closure, which makes the gradients: once before the step, or whenever the optimizer calls it."""
+    if not evaluates_once(optimizer.inner):
+        return _step_reevaluating(optimizer, closure, scaled)
+    with torch.enable_grad():
+        loss = closure()
+    optimizer.make_step(scaled)
+    return loss
+
+
 class _Overflow(Exception):
     """Exception that leaves the inner optimizer's step from inside the closure."""
 
 
-def step_reevaluating(
-    optimizer: WrappedOptimizer, closure: Closure, prepare: Callable[[], bool], finish: Callable[[bool], None]
-) -> Any:
+def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled: bool | None) -> Any:
     """Step with a closure that is evaluated several times. A later evaluation that overflows undoes the whole step."""
     # This needs one copy of parameters and state.
     is_first = isinstance(optimizer.inner, torch.optim.LBFGS) or not _has_gradients(optimizer)
     first = _evaluate(optimizer, closure) if is_first else None
-    if not prepare():
-        finish(False)
+    scaling = optimizer.settle(scaled)
+    if optimizer.prepare(scaling)[0]:
+        optimizer.finish(False, scaling)
         return first
     before = _Snapshot(optimizer.inner)
-    given = not is_first
+    is_passed_on = not is_first
 
     def prepared_closure() -> Any:
-        nonlocal given
-        hand_on, given = not given and before.is_current(optimizer.inner), True
-        if hand_on:
+        nonlocal is_passed_on, scaling
+        passes_on, is_passed_on = not is_passed_on and before.is_current(optimizer.inner), True
+        if passes_on:
             return first
-        optimizer.update_model()
+        if optimizer.masters is not None:
+            optimizer.masters.update_model()
         _clear_as_masters(optimizer)
         loss = _evaluate(optimizer, closure)
-        if not prepare():
+        scaling = optimizer.settle(scaled)
+        if optimizer.prepare(scaling)[0]:
             raise _Overflow
         return loss
 
@@ -62,27 +74,28 @@ def step_reevaluating(
     finally:
         if not applied:
             before.restore(optimizer.inner)
-            optimizer.update_model()
-    finish(applied)
+            if optimizer.masters is not None:
+                optimizer.masters.update_model()
+    optimizer.finish(applied, scaling)
     return result
 
 
-def _has_gradients(optimizer: WrappedOptimizer) -> bool:
+def _has_gradients(optimizer: LossScaledOptimizer) -> bool:
     """Return whether a scaled loss has already produced gradients for this step."""
-    window = optimizer.window
-    has_own = window.has_aside or any(param.grad is not None for param in optimizer.model_parameters())
-    return window.scaling is not None and has_own
+    witness = optimizer.witness
+    made = witness.scaling is not None and witness.left is None
+    return made and any(param.grad is not None for param in optimizer.model_parameters())
 
 
-def _clear_as_masters(optimizer: WrappedOptimizer) -> None:
+def _clear_as_masters(optimizer: LossScaledOptimizer) -> None:
     """Clear the model's gradients if the inner optimizer, which only knows the masters, cleared theirs."""
     masters = optimizer.masters
     if masters is not None and not any(one.grad is not None and one.grad.any() for one in masters.masters):
         masters.zero_grad(set_to_none=True)
 
 
-def _evaluate(optimizer: WrappedOptimizer, closure: Closure) -> Any:
-    optimizer.open_window()
+def _evaluate(optimizer: LossScaledOptimizer, closure: Closure) -> Any:
+    optimizer.forget_gradients()
     with torch.enable_grad():
         return closure()
 

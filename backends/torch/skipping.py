@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from polyamp.backends.torch.casting import leaves, map_leaves
-from polyamp.backends.torch.steps import refusals
-from polyamp.backends.torch.steps.gradients import Gradients
-from polyamp.backends.torch.steps.scaler import LateValues
+from polyamp.backends.torch.gradients import Gradients
+from polyamp.backends.torch.scale import LateValues
 from polyamp.backends.torch.unstable import note_step
+from polyamp.errors import InvalidTypeError, shown
 from polyamp.scale import StepResult
 
 
@@ -98,8 +98,12 @@ class AppliedSteps:
 
     def __init__(self, scheduler: Any) -> None:
         if not isinstance(scheduler, LRScheduler):
-            fix = "give the scheduler, made for the wrapped optimizer or the one inside"
-            raise refusals.not_a(LRScheduler, scheduler, where="AppliedSteps(scheduler)", fix=fix)
+            raise InvalidTypeError(
+                "wrong type, expected LRScheduler",
+                where="AppliedSteps(scheduler)",
+                found=shown(scheduler),
+                fix="give the scheduler, made for the wrapped optimizer or the one inside",
+            )
         self.scheduler: LRScheduler = scheduler
         self._seen = 0
         self._applied: Tensor | None = None  # number of applied steps, if only the device knows it
@@ -113,7 +117,8 @@ class AppliedSteps:
             return
         counted = flag.to(torch.float64 if flag.device.type != "mps" else torch.float32)
         self._applied = counted if self._applied is None else self._applied + counted
-        self._late.send(self._applied.reshape(1))
+        applied = self._applied
+        self._late.send(lambda: applied.reshape(1))
         arrived = self._late.receive()
         if arrived is not None:
             self._advance(int(arrived[0]) - self._seen)

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.steps.gradients import local
-from polyamp.backends.torch.steps.update_rules import UpdateRule
+from polyamp.backends.torch.gradients import local
 from polyamp.backends.torch.unstable import local_shard
+from polyamp.backends.torch.update_rules import UpdateRule
 
 Masters = Mapping[Tensor, Tensor]
 """The model's parameters by their masters, which an optimizer's groups have."""

@@ -1,0 +1,483 @@
+"""`GradScaler`: the interface of torch's scaler, for code that takes one, in front of polyamp's loss scale.
+
+It has two kinds of optimizers behind it. Plain ones it unscales and steps itself. Optimizers that are wrapped do that
+themselves, so it passes the calls on.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyamp.backends.torch.casting import leaves
+from polyamp.backends.torch.gradients import Gradients
+from polyamp.backends.torch.guards import scaled_twice
+from polyamp.backends.torch.optimizer import LossScaledOptimizer, not_a
+from polyamp.backends.torch.overflow import NonFinite, Overflow, describe, find, named, names_of
+from polyamp.backends.torch.ranks import any_rank, check_process_group, has_peers
+from polyamp.backends.torch.recording.reach import is_recorded, update_begins
+from polyamp.backends.torch.scale import LossScaler, checked_scale
+from polyamp.backends.torch.skipping import Stepper
+from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping, not_traced
+from polyamp.errors import InvalidValueError, UsageError, shown, warn_once
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
+from polyamp.scale import LossScale, LossScaleState, StepResult, on_host
+
+
+def _setting(name: str) -> Any:
+    """Return a property for one of torch's settings, which are those of the loss scale."""
+
+    def change(scaler: GradScaler, value: Any) -> None:
+        if scaler.optimizers:
+            raise UsageError(
+                "the settings of the loss scale are the wrapped optimizer's",
+                where=f"GradScaler: {name}",
+                fix="polyamp.wrap_optimizer(optimizer, policy, loss_scale=LossScale(growth=, backoff=, interval=))",
+            )
+        scaler._scaler.settings = replace(scaler.config, **{name: value})
+
+    return property(lambda scaler: getattr(scaler.config, name), change)
+
+
+@dataclass
+class _Seen:
+    """A plain optimizer since the last `update`."""
+
+    optimizer: torch.optim.Optimizer
+    bad: Tensor  # 1.0 if a rank had gradients that were not finite when they were unscaled, else 0.0
+    overflowed: Any  # the ranks that had them
+    finite: bool | Tensor | None = None  # whether it stepped; None before
+
+
+class GradScaler(torch.amp.GradScaler):
+    """A drop-in replacement for `torch.amp.GradScaler`: the same arguments, methods, order of calls and scales.
+
+    Differences: the scale never falls below a floor, so it cannot become 0; an overflow on any device or rank skips the
+    step everywhere; a float16 loss of one element is scaled in float32; an optimizer without gradients makes a finite
+    step that does nothing; `last_step` reports what happened, and error messages name the call to use instead.
+
+    >>> model = torch.nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> scaler = GradScaler("cpu", init_scale=1024.0)
+    >>> scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    >>> scaler.step(optimizer)
+    >>> scaler.update()
+    >>> bool(scaler.last_step), scaler.get_scale()
+    (True, 1024.0)
+
+    With ``optimizers=``, it drives wrapped optimizers, so that a loop or a trainer that takes a scaler has all that a
+    wrapped optimizer has: master weights, clipping, rules and reasons of skips.
+
+    Args:
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+        loss_scale: all settings as a `LossScale`, including hysteresis, limits and ``max_skips``, instead of the four
+            numbers. None is torch's behaviour with a floor of 2**-14.
+        policy: a policy or its name, instead of ``loss_scale``. The scaler has the policy's loss scale, and is disabled
+            if the policy needs none, as in bfloat16.
+        optimizers: a wrapped optimizer, or several that share their loss scales, as
+            ``polyamp.wrap_optimizer([first, second], policy)`` returns them. Their settings are used.
+        process_group: see `LossScaledOptimizer`.
+
+    Raises:
+        InvalidTypeError: ``loss_scale`` is not a `LossScale`, or an optimizer is not wrapped.
+        InvalidValueError: a setting that `LossScale` refuses, or both a policy and a loss scale.
+        UsageError: the optimizers do not share their loss scales.
+    """
+
+    _growth_factor, _backoff_factor = _setting("growth"), _setting("backoff")
+    _growth_interval = _setting("interval")
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        loss_scale: LossScale | None = None,
+        policy: Policy | str | None = None,
+        optimizers: LossScaledOptimizer | Iterable[LossScaledOptimizer] | None = None,
+        process_group: Any = None,
+    ) -> None:
+        super().__init__("cpu", enabled=False)  # none of torch's own state is used
+        self._wrapped: Sequence[LossScaledOptimizer] = () if optimizers is None else _checked(optimizers)
+        self._enabled = enabled
+        if self._wrapped:
+            self._own = self._wrapped[0].scaler
+        else:
+            settings = _given(loss_scale, policy)
+            if settings is None:
+                settings = LossScale.like("torch", min=min(LossScale().min, init_scale), max=max(2.0**24, init_scale),
+                                          init=init_scale, growth=growth_factor, backoff=backoff_factor,
+                                          interval=growth_interval)  # fmt: skip
+            elif policy is not None:
+                self._enabled = enabled and settings.check and LossScaler(settings).multiplies
+            self._own = LossScaler(settings)
+        check_process_group(process_group)
+        self._last_step = StepResult(self._own.state)
+        self._start(process_group)
+
+    def _start(self, process_group: Any = None) -> None:
+        self._process_group = process_group
+        self._explain: Callable[[], str] = str
+        self._seen: dict[int, _Seen] = {}  # since the last `update`, by the optimizer's id
+        self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Stepper] = weakref.WeakKeyDictionary()
+        if self._enabled and not self._wrapped:
+            _ALIVE.add(self)
+            ask_before_clipping("scalers", _report_clipping)
+            weakref.finalize(self, leave_clipping, "scalers").atexit = False
+
+    @property
+    def optimizers(self) -> Sequence[LossScaledOptimizer]:
+        """The wrapped optimizers; empty for a scaler of plain ones."""
+        return self._wrapped
+
+    @property
+    def _scaler(self) -> LossScaler:
+        return self.optimizers[0].scaler if self.optimizers else self._own
+
+    @property
+    def config(self) -> LossScale:
+        """The settings, including changes by torch's ``set_...`` methods."""
+        return self._scaler.settings
+
+    @property
+    def last_step(self) -> StepResult:
+        """The result of the last step; of several wrapped optimizers, of the first one's."""
+        return self.optimizers[0].last_step if self.optimizers else self._last_step
+
+    def is_enabled(self) -> bool:
+        """Return whether losses are multiplied."""
+        return self._scaler.multiplies if self.optimizers else self._enabled
+
+    def scale(self, outputs: Any) -> Any:
+        """Return the outputs times the scale, as torch does; 16-bit tensors in float32. A non-finite one skips a step.
+
+        Raises:
+            NonFiniteLossError: under ``LossScale(nonfinite_loss="raise")``, inf or NaN on the CPU; on other devices a
+                later `step` raises it.
+            UsageError: the loss is the result of an earlier call.
+        """
+        if self.optimizers:
+            return self.optimizers[0].scale(outputs)
+        if not self._enabled:
+            return outputs
+        if not isinstance(outputs, Tensor | list | tuple) and isinstance(outputs, Iterable):
+            outputs = list(outputs)
+        return self._scaler.scale(outputs, alone=self._is_alone(), stacklevel=5) if [*leaves(outputs)] else outputs
+
+    @not_traced
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Unscale the gradients of an optimizer now, as torch does.
+
+        Raises:
+            UsageError: they are unscaled already, or stepped on.
+        """
+        if self.optimizers:
+            return self._own_optimizer(optimizer, "scaler.unscale_(optimizer)").unscale_()
+        if not self._enabled:
+            return None
+        if id(optimizer) in self._seen:
+            raise UsageError(
+                "unscale_() was called for this optimizer already since the last update(), or its step() was",
+                where="GradScaler.unscale_(optimizer)",
+                found=shown(optimizer),
+                fix="call it once, after the last backward() and before step(); call update() after the steps",
+            )
+        self._look(optimizer)
+        return None
+
+    @not_traced
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Step the optimizer or skip, as torch does. A skip on one device or rank is a skip on all.
+
+        Raises:
+            UsageError: a closure, a second step before `update`, or a wrapped optimizer that the scaler was not made
+                with.
+            LossScaleError: by ``max_skips`` or ``on_min``, found at an earlier `update` on an accelerator.
+            NonFiniteLossError: see `scale`.
+        """
+        if self.optimizers:
+            return self._own_optimizer(optimizer, "scaler.step(optimizer)").step(*args, **kwargs)
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        update_begins(scale=self.get_scale)
+        _refuse(optimizer, [*args, kwargs.get("closure")])
+        self._scaler.report_earlier_step(self._explain, alone=self._is_alone())
+        seen = self._seen.get(id(optimizer)) or self._look(optimizer)
+        if seen.finite is not None:
+            raise UsageError(
+                "step() was called for this optimizer already since the last update()",
+                where="GradScaler.step(optimizer)",
+                fix="call scaler.update() after the steps of a window",
+            )
+        stepper = self._steppers.setdefault(optimizer, Stepper(optimizer, None))
+        result, seen.finite = stepper.step(seen.bad, Gradients(optimizer.param_groups))
+        self._last_step = StepResult(self._scaler.state, seen.finite, self._explanation(seen))
+        return result
+
+    @not_traced
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Update the scale by `polyamp.advance`, or set it.
+
+        Raises:
+            LossScaleError: by ``max_skips`` or ``on_min``; on an accelerator a later `step` raises it.
+            UsageError: nothing was unscaled or stepped on since the last call.
+        """
+        if self.optimizers and new_scale is not None:
+            self.loss_scale = float(new_scale)
+        if self.optimizers or not self._enabled:
+            return
+        seen, self._seen = list(self._seen.values()), {}
+        if new_scale is not None:
+            self._resume_at(float(new_scale), where="GradScaler.update(new_scale)")
+        elif not seen:
+            raise UsageError(
+                "no gradients were tested since the last update()",
+                where="GradScaler.update()",
+                fix="call scaler.step(optimizer) before it",
+            )
+        else:
+            bad = torch.stack([one.bad.to(seen[0].bad.device) for one in seen]).amax()
+            on_host_already = bad.device.type == "cpu" or all(isinstance(one.finite, bool) for one in seen)
+            finite: bool | Tensor = not bad if on_host_already else bad == 0
+            self._scaler.advance(finite)
+            self._last_step = StepResult(self._scaler.state, finite, self._explain)
+            self._scaler.report_step(self._explain)
+
+    def get_scale(self) -> float:
+        """Return the scale that the next loss is multiplied by. Waits for the device if the scale is on one."""
+        return float(self._scaler.state.scale) if self.optimizers or self._enabled else 1.0
+
+    def _get_growth_tracker(self) -> int:
+        return int(self._scaler.state.good_steps)
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next loss is multiplied by; it can be set, within the settings."""
+        return self.get_scale()
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        checked = checked_scale(self.config, scale, where="scaler.loss_scale = scale")
+        self.resume(on_host(self._scaler.state)._replace(scale=checked))
+
+    def settings_and_state(self) -> tuple[LossScale, LossScaleState]:
+        """Return the settings, and the state as Python numbers. Waits for the device if the state is on one."""
+        if not self.optimizers and not self._enabled:
+            return LossScale.none(), LossScale.none().initial_state()
+        return self.config, on_host(self._scaler.state)
+
+    def resume(self, state: LossScaleState) -> None:
+        """Resume from a state of Python numbers."""
+        if self.optimizers or self._enabled:
+            self._scaler.resume(state)
+
+    def overflowed(self, optimizer: torch.optim.Optimizer) -> list[Overflow]:
+        """Return the parameters of an optimizer whose gradients hold inf or NaN now, by name. Waits for the device."""
+        return named(find(optimizer.param_groups), names_of(optimizer.param_groups))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's five keys, and ``counts`` if its settings need them; with wrapped optimizers, all fields."""
+        settings, state = self.settings_and_state()
+        if self.optimizers:
+            return settings.to_state_dict(state)
+        if not self._enabled:
+            return {}
+        saved = {
+            "scale": state.scale,
+            "growth_factor": settings.growth,
+            "backoff_factor": settings.backoff,
+            "growth_interval": settings.interval,
+            "_growth_tracker": state.good_steps,
+        }
+        return {**saved, "counts": list(state[2:])} if settings.hysteresis > 1 or settings.max_skips else saved
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume from a result of `state_dict`, or from that of torch's own scaler.
+
+        Raises:
+            InvalidValueError: a scale of 0, inf or NaN, which torch's own scaler can reach.
+            StateError: with wrapped optimizers, it is not a state of a loss scale. An empty one changes nothing.
+            UsageError: an empty state, which a disabled scaler saved.
+        """
+        if self.optimizers:
+            if state_dict:
+                self._scaler.resume(self.config.from_state_dict(state_dict))
+            return
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise UsageError(
+                "the saved state is empty: it may be that of a disabled scaler",
+                where="GradScaler.load_state_dict(saved)",
+                fix="leave the loading out, or load a result of state_dict() of an enabled scaler",
+            )
+        settings = replace(
+            self.config,
+            growth=state_dict["growth_factor"],
+            backoff=state_dict["backoff_factor"],
+            interval=state_dict["growth_interval"],
+        )
+        counts, initial = tuple(state_dict.get("counts", ())), settings.initial_state()[2:]
+        self._resume_at(state_dict["scale"], where="GradScaler.load_state_dict(saved)")
+        self._scaler.settings = settings
+        fields = (on_host(self._scaler.state).scale, state_dict["_growth_tracker"], *counts, *initial[len(counts) :])
+        self._scaler.resume(LossScaleState(*fields))
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED}
+        return {**kept, "_last_step": StepResult(on_host(self._scaler.state), bool(self.last_step))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def has_scaled_gradients(self, params: set[int]) -> bool:
+        """Return whether gradients of these parameters, by id, are still multiplied, as far as this is known."""
+        # The scaler meets an optimizer at its first step, so nothing is known before.
+        scaled = [one for one in self._steppers if id(one) not in self._seen] if self._scaler.has_losses else ()
+        owned = (param for one in scaled for group in one.param_groups for param in group["params"])
+        return any(param.grad is not None and id(param) in params for param in owned)
+
+    def holders(self) -> Iterator[Any]:
+        """Yield the objects that hold data about losses and steps, for `recording.reach.keep`."""
+        yield from (self, self._scaler)
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> _Seen:
+        """Unscale and test the gradients of a plain optimizer."""
+        if isinstance(optimizer, LossScaledOptimizer):
+            raise scaled_twice(optimizer.inner)
+        gradients, scaler = Gradients(optimizer.param_groups), self._scaler
+        half = [param for param in gradients.params if param.grad is not None and param.grad.dtype == torch.float16]
+        if half:
+            raise InvalidValueError(
+                "Attempting to unscale FP16 gradients.",
+                where="GradScaler.unscale_(optimizer), which step(optimizer) calls",
+                found=f"{names_of(optimizer.param_groups)[half[0]]} and its gradient of torch.float16",
+                allowed="float32 parameters, run in 16 bits by autocast",
+                fix="keep the model in float32, without .half(); or wrap the optimizer, which then trains float32 "
+                "master weights: polyamp.wrap_optimizer(optimizer, policy)",
+            )
+        bad, overflowed = any_rank(gradients.unscale(scaler.inverse(scaler.state.scale)), self._process_group)
+        seen = self._seen[id(optimizer)] = _Seen(optimizer, bad, overflowed)
+        return seen
+
+    def _resume_at(self, scale: float, *, where: str) -> None:
+        if not (math.isfinite(scale) and scale > 0):
+            raise InvalidValueError(
+                "the loss scale must be finite and greater than 0",
+                where=where,
+                found=scale,
+                allowed="a finite number greater than 0",
+                fix="give such a number; a saved scale of 0 comes from a run whose gradients were never finite",
+            )
+        self._scaler.resume(on_host(self._scaler.state)._replace(scale=float(scale)))
+
+    def _explanation(self, seen: _Seen) -> Any:
+        """Return a function that tells why an optimizer's step was skipped, from the gradients that it has now."""
+        optimizer, known, overflowed = weakref.ref(seen.optimizer), self._scaler.loss_was_finite, seen.overflowed
+
+        def explain() -> str:
+            alive = optimizer()
+            bad: list[NonFinite] = [] if alive is None else find(alive.param_groups)
+            found = [] if alive is None or not bad else named(bad, names_of(alive.param_groups))
+            finite = None if known is None else bool(known)
+            return describe(found, finite, overflowed) if found or finite is False or overflowed is not None else ""
+
+        self._explain = explain
+        return explain
+
+    def _is_alone(self) -> bool:
+        return not has_peers(self._process_group)
+
+    def _own_optimizer(self, optimizer: torch.optim.Optimizer, where: str) -> LossScaledOptimizer:
+        for one in self.optimizers:
+            if optimizer is one:
+                return one
+        raise UsageError(
+            "this is not an optimizer of the scaler",
+            where=where,
+            found=shown(optimizer),
+            allowed="a wrapped optimizer that the scaler was made with",
+            fix="pass what polyamp.wrap_optimizer returned; use the plain optimizer nowhere else",
+        )
+
+
+_NOT_COPIED = ("_seen", "_steppers", "_process_group", "_explain")
+_ALIVE: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # all enabled scalers of plain optimizers in this process
+
+
+def _report_clipping(given: list[Tensor], limit: float, *, measured: bool) -> list[Tensor]:
+    """Warn once if gradients are clipped that a scaler has not unscaled; torch's scaler allows it."""
+    if not math.isinf(limit) and _ALIVE and not is_recorded():
+        clipped = {id(param) for param in given}
+        if any(scaler.has_scaled_gradients(clipped) for scaler in tuple(_ALIVE)):
+            warn_once(
+                "gradients are clipped while they are multiplied by the loss scale, which makes them far too small: "
+                "call scaler.unscale_(optimizer) before clipping.",
+                stacklevel=4,
+            )
+    return given
+
+
+def _checked(optimizers: LossScaledOptimizer | Iterable[LossScaledOptimizer]) -> Sequence[LossScaledOptimizer]:
+    wrapped = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    for one in wrapped:
+        if not isinstance(one, LossScaledOptimizer):
+            fix = "GradScaler(optimizers=polyamp.wrap_optimizer(optimizer, policy))"
+            raise not_a(LossScaledOptimizer, one, where="GradScaler(optimizers=)", fix=fix)
+        if one.scalers is not wrapped[0].scalers:
+            fix = "wrap them together: polyamp.wrap_optimizer([first, second], policy)"
+            raise different_loss_scales(where="GradScaler(optimizers=)", fix=fix)
+    return wrapped
+
+
+def different_loss_scales(*, where: str, fix: str) -> UsageError:
+    """Return the error for optimizers of one loss that were wrapped one by one."""
+    return UsageError(
+        "the optimizers have different loss scales, and a loss is multiplied by only one",
+        where=where,
+        found="optimizers that were wrapped one by one",
+        allowed="optimizers that share a loss scale",
+        fix=fix,
+    )
+
+
+def _given(loss_scale: object, policy: Policy | str | None) -> LossScale | None:
+    """Return the settings that a policy or a loss scale stands for; None for torch's numbers."""
+    if loss_scale is not None and policy is not None:
+        raise InvalidValueError(
+            "a policy and a loss scale were given",
+            where="GradScaler(policy=, loss_scale=)",
+            found=f"{policy} and {loss_scale}",
+            allowed="one of them: a policy has its own loss scale",
+            fix="leave policy= out, or give polyamp.policy(name, loss_scale=...)",
+        )
+    if not isinstance(loss_scale, LossScale | None):
+        fix = "write LossScale(...), or give init_scale= and the other numbers"
+        raise not_a(LossScale, loss_scale, where="GradScaler(loss_scale=)", fix=fix)
+    return loss_scale if policy is None else make_policy(policy).loss_scale
+
+
+def _refuse(optimizer: torch.optim.Optimizer, arguments: list[Any]) -> None:
+    if isinstance(optimizer, LossScaledOptimizer):
+        raise scaled_twice(optimizer.inner)
+    closure = next((argument for argument in arguments if callable(argument)), None)
+    if closure is not None:
+        raise UsageError(
+            "Closure use is not currently supported if GradScaler is enabled: its loss would not be scaled",
+            where="GradScaler.step(optimizer, closure)",
+            found=repr(closure),
+            fix="wrap the optimizer instead: polyamp.wrap_optimizer(optimizer).step(closure), where the closure calls "
+            "its backward(loss)",
+        )

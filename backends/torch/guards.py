@@ -1,0 +1,217 @@
+"""Guards that refuse an update from gradients with an unexpected scale, before anything is changed, and two reports.
+
+Without the guards each of these cases results in finite but wrong numbers: `torch.amp.GradScaler` around an optimizer
+that scales itself, a direct step of the inner optimizer, and clipping of scaled gradients. That a loss was scaled at
+all is for ``provenance.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from polyamp.backends.torch.autocast.regions import LAST
+from polyamp.backends.torch.casting import leaves
+from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
+from polyamp.backends.torch.recording.reach import is_recorded
+from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping
+from polyamp.errors import UsageError, clipped_scaled, warn_once
+from polyamp.policies import in_policy, report_missing_scale
+
+if TYPE_CHECKING:
+    from polyamp.backends.torch.optimizer import LossScaledOptimizer
+    from polyamp.backends.torch.provenance import Scaling
+
+
+def scaled_twice(inner: torch.optim.Optimizer, *, where: str = "GradScaler.step(optimizer)") -> UsageError:
+    """Return the error for a wrapped optimizer, which has its own loss scale, passed to a scaler."""
+    return UsageError(
+        "the optimizer is wrapped already and scales its loss itself",
+        where=where,
+        found=f"a LossScaledOptimizer around {type(inner).__name__}",
+        allowed="one loss scale",
+        fix="leave the scaler out: call the optimizer's own backward(loss) and step(); or give the plain optimizer to "
+        "the scaler",
+    )
+
+
+def check_no_scaler(optimizer: LossScaledOptimizer) -> None:
+    """Refuse a step by `torch.amp.GradScaler`, which sets its scale as attributes of an optimizer that can skip."""
+    own = vars(optimizer)
+    if "found_inf" in own or "grad_scale" in own:
+        own.pop("found_inf", None)
+        own.pop("grad_scale", None)
+        raise scaled_twice(optimizer.inner, where="torch.amp.GradScaler.step(optimizer)")
+
+
+def check_not_shared(optimizer: LossScaledOptimizer, scaling: Scaling, alive: Iterable[LossScaledOptimizer]) -> None:
+    """Refuse gradients that another optimizer of the same parameters has unscaled: they would be divided again."""
+    own: set[int] | None = None
+    for other in list(alive):
+        witness = other.witness
+        if other is optimizer or other.masters is not None or not (witness.is_unscaled or witness.is_consumed):
+            continue
+        if witness.scaling is None or witness.scaling.is_like(scaling):
+            continue
+        own = {id(param) for param in optimizer.model_parameters() if param.grad is not None} if own is None else own
+        if not own.isdisjoint(map(id, other.model_parameters())):
+            raise UsageError(
+                "a parameter is in two wrapped optimizers, and the other one has unscaled its gradient",
+                where="step(), unscale_(), clip_grad_norm_()",
+                found=f"optimizers around {type(optimizer.inner).__name__} and {type(other.inner).__name__}",
+                allowed="each parameter in one optimizer",
+                fix="leave shared (tied) parameters out of one of them; delete an optimizer that is not used any more",
+            )
+
+
+def guard(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:
+    """Guard the inner optimizer's step and torch's clipping functions, for as long as an optimizer lives."""
+    if not (optimizer.scaler.multiplies or optimizer.masters is not None):
+        return
+    ask_before_clipping("optimizers", lambda params, limit, *, measured: _clipped(params, limit, alive, measured))
+    weakref.finalize(optimizer, leave_clipping, "optimizers").atexit = False
+    inner = optimizer.inner
+    if hasattr(inner, "_optimizer_step_pre_hooks"):  # some that wrap others have not run torch's own set-up
+        handle = inner.register_step_pre_hook(InnerStep(optimizer))
+        weakref.finalize(optimizer, handle.remove).atexit = False
+
+
+class InnerStep:
+    """A hook before the inner optimizer's step: only the wrapped optimizer may call it while gradients are scaled."""
+
+    is_polyamps = True  # see `has_step_pre_hooks`
+
+    def __init__(self, optimizer: LossScaledOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    def __call__(self, *_: Any) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None or optimizer.is_stepping or not _has_scaled_gradients(optimizer):
+            return
+        raise UsageError(
+            "the inner optimizer was stepped while its gradients are scaled",
+            where=f"{type(optimizer.inner).__name__}.step()",
+            found="gradients multiplied by the loss scale",
+            allowed="a step by the wrapped optimizer, which unscales and tests them first",
+            fix="call step() of the optimizer that polyamp.wrap_optimizer returned",
+        )
+
+
+def _has_scaled_gradients(optimizer: LossScaledOptimizer) -> bool:
+    """Return whether the gradients are multiplied by another factor than 1, as far as this is known."""
+    witness = optimizer.witness
+    scaling = witness.scaling
+    if scaling is None or scaling.factor == 1.0 or witness.is_consumed or not scaling.scaler.multiplies:
+        return False
+    return any(param.grad is not None for param in optimizer.model_parameters())
+
+
+def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptimizer], measured: bool) -> list[Tensor]:
+    """Return the parameters whose gradients are clipped: masters, which have the unscaled ones, for their parameters.
+
+    Args:
+        params: those that torch's function was called with.
+        limit: infinite if the call only measures.
+        alive: all wrapped optimizers in this process.
+        measured: whether the norm of ``params`` is known already, so that others would be clipped by a wrong norm.
+
+    Raises:
+        UsageError: gradients that are scaled, or masters whose norm was not measured.
+    """
+    if is_recorded() or torch.compiler.is_compiling():
+        return params
+    clipped = set(map(id, params))
+    masters_of: dict[int, Tensor] = {}
+    for optimizer in list(alive):
+        masters = optimizer.masters
+        if not math.isinf(limit) and _has_scaled_gradients(optimizer):
+            later = [] if masters is None else masters.masters  # they get their gradients later
+            graded = (param for param in optimizer.model_parameters() if param.grad is not None)
+            if any(id(param) in clipped for param in (*graded, *later)):
+                raise clipped_scaled(
+                    where="torch.nn.utils.clip_grad_norm_, clip_grad_value_ or a trainer that calls them",
+                    fix="give polyamp.wrap_optimizer(..., max_grad_norm=) and leave this clipping out (max_grad_norm=0 "
+                    "in a Hugging Face Trainer), or call opt.clip_grad_norm_(max_norm), or opt.unscale_() before it",
+                )
+        elif masters is not None and optimizer.witness.is_unscaled:
+            masters_of |= {param: master for param, master in masters.by_parameter().items() if param in clipped}
+        elif masters is not None:  # the masters take the gradients later
+            pairs = zip(masters.masters, masters.model, strict=True)
+            masters_of |= {id(master): model for master, model in pairs if id(master) in clipped}
+    if masters_of and measured:
+        raise UsageError(
+            "the 16-bit gradients of the model are not the unscaled ones",
+            where="clipping by a norm that was computed before",
+            found="parameters of the model that have master weights",
+            allowed="the parameters in opt.param_groups, which have the unscaled gradients",
+            fix="call opt.clip_grad_norm_(max_norm), or clip the parameters in opt.param_groups",
+        )
+    return [masters_of.get(id(param), param) for param in params] if masters_of else params
+
+
+class _Regions(threading.local):
+    """The number of autocast regions of this thread at the last report."""
+
+    count = 0
+
+
+_REPORTED = _Regions()
+
+
+def report_forgotten_scale(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:
+    """Warn once if a region since the last step needs a loss scale, and no wrapped optimizer has one."""
+    # If another optimizer has one, the region may have been for that one.
+    if LAST.count == _REPORTED.count:
+        return
+    _REPORTED.count = LAST.count
+    if not optimizer.scaler.multiplies and not any(one.scaler.multiplies for one in list(alive)):
+        optimizer.lacks_policy = False  # this says it
+        report_missing_scale(optimizer.scaler.settings, optimizer.scaler.compute, LAST.policy, stacklevel=5)
+
+
+def look_for_casts(optimizer: LossScaledOptimizer, loss: Any) -> None:
+    """Note whether one of the first losses of an optimizer for 16 bits shows a region, or a cast to 16 bits."""
+    dtype = DTYPES.get(optimizer.scaler.compute or "")
+    if dtype in SIXTEEN_BIT and optimizer.steps < _STEPS and not torch.compiler.is_compiling():
+        seen = optimizer.lowers or LAST.count > optimizer.regions_before
+        optimizer.lowers = seen or any(map(_casts, leaves(loss)))
+
+
+def report_not_lowered(optimizer: LossScaledOptimizer) -> None:
+    """Warn at the second step if the model computes in float32 and the optimizer is for 16 bits, or has no policy."""
+    optimizer.steps += 1
+    if optimizer.steps == _STEPS and optimizer.lacks_policy and not in_policy():
+        warn_once(
+            "the optimizer was wrapped without a policy, so nothing is scaled or checked: pass one, as in "
+            'polyamp.wrap_optimizer(optimizer, "mixed_float16").',
+            stacklevel=5,
+        )
+    if optimizer.steps == _STEPS and optimizer.lowers is False:
+        warn_once(
+            f"the optimizer was wrapped for {optimizer.scaler.compute}, and its losses were computed in float32 alone: "
+            "nothing runs in 16 bits. Compute the loss in a region: with polyamp.autocast(policy): ...",
+            stacklevel=5,
+        )
+
+
+_STEPS = 2  # the first one can be a warm-up
+
+
+def _casts(loss: Tensor) -> bool:
+    """Return whether a loss's graph has a cast, or code that does not show what is in it."""
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting and len(seen) < 20_000:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().startswith(("ToCopyBackward", "CompiledFunction")):
+            return True
+        waiting += [child for child, _ in node.next_functions]
+    return loss.grad_fn is None

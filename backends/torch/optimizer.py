@@ -1,0 +1,726 @@
+"""`LossScaledOptimizer`, the optimizer that `polyamp.wrap_optimizer` returns, and the order of its step.
+
+A step, in `LossScaledOptimizer.make_step`, does this, in this order:
+
+1. It asks what the gradients are multiplied by: ``provenance.py``.
+2. It tests them for inf and NaN, and
+3. divides them by that factor, in float32: ``gradients.py``.
+4. It clips them to ``max_grad_norm``.
+5. The inner optimizer updates the parameters or their masters, or skips: ``skipping.py``.
+6. The loss scale advances: ``scale.py``.
+
+For example, a loss of 0.5 under a loss scale of 1024 and an `SGD` on the CPU:
+
+    backward(loss)   512 is differentiated; a gradient is 3072
+    1., 2., 3., 4.   3072 is finite, and of a loss times 1024; it becomes 3.0, and under ``max_grad_norm=1`` 1.0
+    5.               the parameter moves by the learning rate times 1.0
+    6.               one more finite step; after ``LossScale(interval=)`` of them the scale doubles
+
+With `fused.py` two operators do 2 to 6.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyamp.backends.torch import checkpoints, overflow, saving
+from polyamp.backends.torch.autocast.regions import LAST
+from polyamp.backends.torch.closures import step_with_closure
+from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.fused import FusedStep, Scaled
+from polyamp.backends.torch.gradients import Gradients
+from polyamp.backends.torch.guards import (
+    check_no_scaler,
+    check_not_shared,
+    guard,
+    look_for_casts,
+    report_forgotten_scale,
+    report_not_lowered,
+)
+from polyamp.backends.torch.kernels.control import applied_flag, scale_on
+from polyamp.backends.torch.masters import make_masters
+from polyamp.backends.torch.operands import NO_MASTERS, Batch
+from polyamp.backends.torch.overflow import Overflow
+from polyamp.backends.torch.provenance import Scaling, Witness, not_cleared
+from polyamp.backends.torch.ranks import any_rank, check_norm_group, check_process_group, has_peers
+from polyamp.backends.torch.recording.reach import update_begins
+from polyamp.backends.torch.scale import LossScaler, LossScalers, losses_in
+from polyamp.backends.torch.sharding import check_groups
+from polyamp.backends.torch.skipping import Stepper
+from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced
+from polyamp.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    UsageError,
+    is_number,
+    no_optimizer,
+    shown,
+    wrapped_already,
+    wrong_type,
+)
+from polyamp.scale import LossScale, StepResult
+
+Groups = list[dict[str, Any]]
+
+
+class LossScaledOptimizer(torch.optim.Optimizer):
+    """An optimizer that unscales, tests, clips, updates or skips, then advances the loss scale: always in that order.
+
+    It is a `torch.optim.Optimizer`: ``param_groups``, ``state``, ``defaults`` and hooks are the inner optimizer's own,
+    so schedulers and trainers work. Step hooks run when the inner optimizer steps.
+
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=0.5), LossScale(init=8.0), max_grad_norm=1.0)
+    >>> opt.backward((weight * torch.tensor([3.0, 4.0])).sum())
+    >>> opt.step()
+    >>> weight.detach(), opt.last_step
+    (tensor([0.7000, 0.6000]), StepResult(applied=True, scale=8.0, skipped_in_a_row=0))
+
+    Args:
+        optimizer: any `torch.optim.Optimizer`. On an accelerator a step of a fused optimizer needs no host sync, of any
+            other optimizer one. LBFGS and other optimizers that evaluate a closure more than once need a copy of
+            parameters and state, to undo an overflow.
+        loss_scale: None is ``LossScale()``. With ``LossScale.none()`` the steps are exactly those of ``optimizer``.
+        max_grad_norm: clip unscaled gradients to this global L2 norm at every step; None does not clip.
+        master_weights: train float32 copies of 16-bit parameters, which replace them in ``param_groups``. None does so
+            if there are such parameters; False updates them directly, with gradients in 16 bits.
+        fused_step: leave skipping to a kernel on the device, without a host sync. None does so on accelerators where it
+            can: in polyamp's own operators for SGD, Adam and AdamW, which also unscale, clip, update and advance the
+            loss scale (gradients then stay scaled after a step), on GPUs if the compiled extension is in use; else in
+            the optimizer's kernel if that is fused. True does so on all devices, False never.
+        process_group: the ranks that step or skip together: an overflow on one is an overflow on all. None is the
+            default group of ``torch.distributed`` if that is initialised; False is this rank alone.
+        norm_group: ranks that have other parameters of the same model, such as the stages of a pipeline: gradients are
+            clipped by the norm over all of them. None: every rank has all of a parameter, or a shard of a distributed
+            tensor, whose ranks are known.
+        named_parameters: names for the parameters in messages, as in ``model.named_parameters()``. Without them, the
+            names given to the optimizer, or those of a module that has the parameters.
+        compute: the format that forward passes compute in, for messages about losses that are not finite.
+
+    Raises:
+        InvalidTypeError: ``optimizer`` is not an optimizer, or another argument has the wrong type.
+        UsageError: it is wrapped already, or ``fully_shard`` put its parameters of several dtypes into one group.
+    """
+
+    # What copies and pickles keep. Not kept: what is known of the gradients, a `step` that a scheduler patched on the
+    # instance, and process groups, which cannot be copied.
+    _KEPT = ("inner", "scalers", "max_grad_norm", "masters", "last_step", "stepper", "operators", "masters_wanted")
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        loss_scale: LossScale | None = None,
+        *,
+        max_grad_norm: float | None = None,
+        master_weights: bool | None = None,
+        fused_step: bool | None = None,
+        process_group: Any = None,
+        norm_group: Any = None,
+        named_parameters: Iterable[tuple[str, Tensor]] = (),
+        compute: str | None = None,
+    ) -> None:
+        # No super().__init__(): it would build its own groups and state in addition to the inner optimizer's.
+        if isinstance(optimizer, LossScaledOptimizer):
+            raise wrapped_already(f"a LossScaledOptimizer around {type(optimizer.inner).__name__}")
+        if isinstance(getattr(optimizer, "polyamp_wrapper", None), LossScaledOptimizer):
+            raise wrapped_already(f"{type(optimizer).__name__}, attached to its wrapper")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
+        check_process_group(process_group)
+        check_norm_group(norm_group)
+        check_groups([param for group in optimizer.param_groups for param in group["params"]])
+        named = named_tensors(named_parameters)
+        settings = loss_scale or LossScale()
+        self.inner: torch.optim.Optimizer = optimizer
+        self.scalers = LossScalers(settings, compute)
+        self.operators = FusedStep(optimizer, fused_step)
+        self.stepper = Stepper(optimizer, fused_step if settings.check else False)
+        self.max_grad_norm = max_grad_norm
+        self.masters = make_masters(optimizer, master_weights)
+        self.last_step = StepResult(self.scaler.state)
+        self.masters_wanted = master_weights
+        self._start(process_group, norm_group, named)
+
+    def _start(
+        self, process_group: Any = None, norm_group: Any = None, named: Mapping[str, Tensor] | None = None
+    ) -> None:
+        ALIVE.add(self)
+        self.is_stepping = False
+        self.process_group, self.norm_group = process_group, norm_group
+        self.named = {} if named is None else named
+        self.steps, self.regions_before, self.lacks_policy = 0, LAST.count, False  # see `report_not_lowered`
+        self.lowers: bool | None = None
+        self.flags: dict[LossScaler, Tensor] = {}  # by loss: whether gradients were not finite when they were unscaled
+        self._partners: Tensor | None = None  # the flag of optimizers that skip together with this one
+        self._simple = (0, False)  # the number of parameters at the last `Gradients.are_simple`, and its result
+        self.witness = Witness(self)
+        guard(self, ALIVE)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in self._KEPT}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start()
+
+    def __repr__(self) -> str:
+        return f"LossScaledOptimizer({self.inner!r}, {self.scaler.settings!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner" or name.startswith("__"):  # copying and unpickling start without an inner optimizer
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's default options."""
+        return self.inner.defaults
+
+    @property
+    def scaler(self) -> LossScaler:
+        """The loss scaler of losses without an id."""
+        return self.scalers.main
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale that the next loss is multiplied by. Reading it waits for the device if the scale is on one."""
+        return float(self.scaler.state.scale)
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self.scaler.set(scale, where="opt.loss_scale = scale")
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped. Reading it costs a sync if the device decided."""
+        return not self.last_step.applied
+
+    @property
+    def checks(self) -> bool:
+        """Whether gradients are tested at all."""
+        return self.scaler.settings.check
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank waits for this one."""
+        return not has_peers(self.process_group)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `torch.amp.GradScaler` sets its scale as attributes, so that `step` can refuse it."""
+        return self.scaler.multiplies
+
+    def scale(self, loss: Any, loss_id: Hashable = None) -> Any:
+        """Return the loss in float32 (float64 stays) times the loss scale, for ``scale(loss).backward()``.
+
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=0.5), LossScale(init=8.0))
+        >>> opt.scale(weight.sum()).backward()
+        >>> opt.scale(3 * weight.sum(), loss_id="penalty").backward()  # with another scale
+        >>> opt.unscale_()
+        >>> weight.grad
+        tensor([4.])
+
+        After `unscale_` too, further losses can be scaled: what their backward passes add is unscaled on arrival.
+
+        Args:
+            loss: floating-point tensor of any shape, or such tensors in lists, tuples and dicts.
+            loss_id: any name for a loss that gets its own scale. If gradients of another loss are there, its own are
+                brought to their scale when they are added.
+
+        Raises:
+            InvalidTypeError: ``loss`` is not a floating-point tensor.
+            NonFiniteLossError: under ``nonfinite_loss="raise"``, inf or NaN on the CPU; on other devices a later `step`
+                raises it. By default the step is skipped, with a warning.
+            UsageError: the loss is the result of an earlier call.
+        """
+        if not torch.compiler.is_compiling() and infers_pipeline():
+            return loss
+        look_for_casts(self, loss)
+        return self.scalers[loss_id].scale(loss, alone=self.is_alone, by=self)
+
+    @not_traced
+    def backward(self, loss: Tensor, loss_id: Hashable = None, **options: Any) -> None:
+        """Call ``scale(loss, loss_id).backward(**options)``. Gradients of several calls add up until `zero_grad`.
+
+        Raises:
+            UsageError: the gradients of the last step were not cleared.
+        """
+        if self.checks and self.witness.is_consumed:
+            raise not_cleared(where="backward(loss)")
+        self.scale(loss, loss_id).backward(**options)
+
+    @not_traced
+    def unscaled_grad(self, loss: Tensor, inputs: Tensor | Sequence[Tensor], **options: Any) -> tuple[Any, ...]:
+        """Return unscaled gradients of a scaled loss, for a gradient penalty. The parameters' ``grad`` stays unchanged.
+
+        >>> weight = torch.tensor([3.0], requires_grad=True)
+        >>> opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=0.5))
+        >>> (grad,) = opt.unscaled_grad(weight.square().sum(), [weight])
+        >>> opt.backward(weight.square().sum() + grad.square().sum())
+        >>> weight.grad / opt.loss_scale
+        tensor([30.])
+
+        Args:
+            loss: floating-point scalar.
+            inputs: tensors to differentiate by.
+            **options: options of ``torch.autograd.grad``; ``create_graph=True`` is the default.
+        """
+        (one,), scaler = losses_in(loss), self.scaler
+        scaled: Any = torch.autograd.grad(scaler.multiply(one), inputs, **{"create_graph": True, **options})
+        inverse = scaler.inverse(scaler.state.scale)
+        return tuple(None if grad is None else grad.float() * inverse.to(grad.device) for grad in scaled)
+
+    @not_traced
+    def unscale_(self, *, scaled: bool | None = None) -> None:
+        """Unscale the gradients now, to read or change them before `step`; call it again after further losses.
+
+        With master weights, the unscaled gradients are those of the parameters in ``param_groups``.
+
+        Args:
+            scaled: see `step`.
+
+        Raises:
+            UsageError: no parameter has a gradient, they are unscaled already, or their loss was not scaled.
+        """
+        update_begins()
+        if self.witness.is_unscaled and not self.witness.has_more:
+            raise _unscaled_already(where="unscale_()", fix="call it once after the last backward()")
+        self._unscale_now(scaled)
+
+    @not_traced
+    def clip_grad_norm_(self, max_norm: float, *, scaled: bool | None = None) -> Tensor:
+        """Unscale if necessary, then clip to a global L2 norm, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+        Args:
+            max_norm: not negative.
+            scaled: see `step`.
+
+        Returns:
+            The norm before clipping; float32 scalar tensor, not finite if the step will be skipped.
+
+        Raises:
+            UsageError: no parameter has a gradient, or their loss was not scaled.
+            InvalidValueError: ``max_norm`` is negative or NaN.
+        """
+        _check_norm(max_norm)
+        update_begins()
+        norm = self._unscale_now(scaled).clip(max_norm)
+        if self.witness.taken_from is not None:
+            self.give_back(self.witness.taken_from)
+        return norm
+
+    @not_traced
+    def step(self, closure: Callable[[], Any] | None = None, *, scaled: bool | None = None) -> Any:
+        """Unscale, test, clip, update or skip, and advance the loss scale.
+
+        A skipped step leaves parameters, masters and optimizer state bitwise unchanged; see `last_step`.
+
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=0.5), LossScale(init=8.0))
+        >>> weight.grad = torch.ones(1)
+        >>> opt.step(scaled=False), weight.detach()
+        (None, tensor([0.5000]))
+
+        Args:
+            closure: computes the loss, calls `backward` and returns the unscaled loss.
+            scaled: for gradients that were set by hand, or by a backward pass that did not start from a scaled loss:
+                True if they are multiplied by the loss scale; False if they are not, and are to be tested, clipped and
+                used as they are. None: `backward`, or `scale` and a backward pass, made them.
+
+        Returns:
+            The return value of the inner optimizer's ``step``; after a skip, the closure's loss or None.
+
+        Raises:
+            UsageError: no parameter has a gradient, they are from the last step, or their loss was not scaled.
+            LossScaleError: see `LossScale`: ``max_skips`` and ``on_min``.
+            NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss on an accelerator was inf or NaN.
+        """
+        check_no_scaler(self)
+        update_begins(closure)
+        result = self.make_step(scaled) if closure is None else step_with_closure(self, closure, scaled)
+        report_forgotten_scale(self, ALIVE)
+        report_not_lowered(self)
+        return result
+
+    def _unscale_now(self, scaled: bool | None) -> Gradients:
+        scaling = self.settle(scaled)
+        gradients = self._take(remember=True)
+        if self._checks(scaling) and self.witness.contributors and self.witness.is_unscaled:
+            self._note(gradients.test(), scaling)
+        elif not self.witness.is_unscaled:
+            self._note(self._unscale(gradients, scaling), scaling)
+        return gradients
+
+    def make_step(self, scaled: bool | None = None) -> Any:
+        """Make a step from the gradients that are there, in the order that the top of this file describes."""
+        for scaler in self.scalers:
+            scaler.report_earlier_step(lambda: overflow.explain(self), alone=self.is_alone)
+        scaling = self.settle(scaled)
+        self.is_stepping = True
+        try:
+            uses_operators = self.operators.are_used()
+            batches = self._scaled_batches(scaling) if uses_operators else None
+            if batches is not None:
+                return self._step_by_operators(batches, scaling)
+            bad, gradients = self.prepare(scaling)
+            on_device = uses_operators and self.stepper.on_device is not False
+            stepped = self.operators.step_unscaled(bad) if on_device else None
+            result, finite = self.stepper.step(bad, gradients) if stepped is None else stepped
+            self.finish(finite, scaling)
+            return result
+        finally:
+            self.is_stepping = False
+
+    def settle(self, scaled: Any) -> Scaling:
+        """Return what the gradients are multiplied by, or refuse what would be wrong, before anything is changed."""
+        witness = self.witness
+        if not (scaled is None or isinstance(scaled, bool)):
+            fix = "True: multiplied by the loss scale; False: not; leave it out if opt.backward(loss) made them"
+            raise not_a(bool, scaled, where="step(scaled=), unscale_(scaled=), clip_grad_norm_(scaled=)", fix=fix)
+        if scaled and witness.is_unscaled:
+            raise _unscaled_already(where="step(scaled=True)", fix="leave scaled= out after unscale_()")
+        if self.checks and witness.is_consumed:
+            raise _no_backward("the gradients of the last step")
+        first = next(
+            (param.grad for group in self.parameter_groups() for param in group if param.grad is not None), None
+        )
+        if first is None:
+            if self.is_alone:
+                raise _no_backward("no parameter with a gradient")
+            return witness.scaling or Scaling(self.scaler, self.scaler.state.scale)  # peers wait for this rank
+        if first.dtype in SIXTEEN_BIT and self.masters is None and self.masters_wanted is not False:
+            raise UsageError(
+                "the parameters were converted to 16 bits after their optimizer was wrapped",
+                where="step()",
+                found=f"gradients of {first.dtype}",
+                fix="convert the model before its optimizer is wrapped, or wrap with master_weights=False",
+            )
+        scaling = witness.settle(self.scaler, declared=scaled)
+        check_not_shared(self, scaling, ALIVE)
+        return scaling
+
+    def prepare(self, scaling: Scaling) -> tuple[Tensor, Gradients]:
+        """Test, unscale and clip. The tensor is 1.0 if a rank has a gradient that is not finite, else 0.0."""
+        limit, was_unscaled, checks = self.max_grad_norm, self.witness.is_unscaled, self._checks(scaling)
+        gradients = self._take()
+        if checks and limit is not None and not was_unscaled and self._operators_clip(gradients):
+            factor = scale_on(scaling.factor, gradients.first.device)
+            bad = self.operators.unscale_and_clip(gradients, factor, limit)
+        else:
+            bad = self._unscale(gradients, scaling)
+            norm = None if limit is None else gradients.clip(limit, skipped=bad)
+            if was_unscaled and checks:  # somebody may have changed them since
+                bad = gradients.test() if norm is None else norm.isfinite().logical_not().float()
+        if not checks:
+            return bad, gradients
+        if self._partners is not None:
+            bad = torch.maximum(bad, self._partners.to(bad.device))
+        self._note(bad, scaling)
+        return self._over_ranks(bad), gradients
+
+    def finish(self, finite: bool | Tensor, scaling: Scaling) -> None:
+        """Round the masters into the model after an applied step, advance the loss scale, and report a skipped step."""
+        scaler, known = scaling.scaler, scaling.scaler.loss_was_finite
+        explain: Callable[[], str] | None = None
+        if isinstance(finite, Tensor):
+            explain = overflow.later(self, known, self._overflowed)
+        elif not finite:
+            explain = overflow.now(self, None if known is None else bool(known), self._overflowed)
+        if finite is not False and self.masters is not None:
+            self.masters.update_model()
+        for each, was_finite in self._finite_by_loss(finite) or [(scaler, finite)]:
+            each.advance(was_finite, self)
+        self._close(scaler, finite, explain)
+        if finite is False:
+            if isinstance(known, Tensor) and not known:
+                scaler.report_loss("inf or NaN", alone=self.is_alone, where="scaling the loss")
+            scaler.report_step(explain)
+
+    def _close(
+        self, scaler: LossScaler, finite: bool | Tensor, explain: Callable[[], str] | None, left: Scaling | None = None
+    ) -> None:
+        """End the step; ``left`` is what the gradients still are multiplied by."""
+        if finite is not False:
+            torch.clear_autocast_cache()  # else an autocast region would go on using the old weights
+        self.last_step = StepResult(scaler.state, finite, explain)
+        of_masters, self.flags, self._partners = self.witness.taken_from, {}, None
+        self.witness.close(left or of_masters or Scaling(scaler, 1.0))
+
+    def _scaled_batches(self, scaling: Scaling) -> Sequence[Batch] | None:
+        """Return the calls of a step by operators alone; None if gradients have to be unscaled first, or are."""
+        masters, clips = self.masters, self.max_grad_norm is not None
+        if self.witness.is_unscaled or len(self.witness.contributors) > 1 or self.flags or self._partners is not None:
+            return None
+        if masters is None and not self._checks(scaling):
+            return None  # nothing to unscale or to round: the optimizer's own kernel is as fast
+        if clips and self.norm_group is not None:
+            return None  # other ranks may take another way, and all have to sum the norm alike
+        if masters is not None:
+            masters.follow(on_device=True)
+            masters.clear_gradients()
+        by_master = NO_MASTERS if masters is None else masters.parameters_by_master()
+        return self.operators.scaled_batches(by_master, clips=clips)
+
+    def _step_by_operators(self, batches: Sequence[Batch], scaling: Scaling) -> None:
+        """Do everything from 2 to 6 in two operators, which read the model's own scaled gradients."""
+        scaler = scaling.scaler
+        device: torch.device = batches[0].device if batches else self.param_groups[0]["params"][0].device
+        checks, known = scaler.settings.check, scaler.loss_was_finite
+        scaled = Scaled(
+            scale=scale_on(scaling.factor, device),
+            settings=scaler.settings,
+            control=scaler.control_on(device),
+            advance=checks and scaler.opens_round(self),
+            losses=(),
+            max_norm=self.max_grad_norm,
+            process_group=self.process_group,
+        )
+        report, overflowed = self.operators.step_scaled(batches, scaled)
+        applied = applied_flag(report) if checks else True
+        if scaled.advance:
+            scaler.advanced(report, self)
+        else:
+            scaler.advance(applied, self)
+        self._close(scaler, applied, overflow.later(self, known, overflowed), left=scaling)
+
+    def _operators_clip(self, gradients: Gradients) -> bool:
+        return self.operators.are_used() and self.norm_group is None and self.operators.can_clip(gradients)
+
+    def _checks(self, scaling: Scaling) -> bool:
+        return scaling.scaler.settings.check or self.checks
+
+    def _take(self, *, remember: bool = False) -> Gradients:
+        """Return the gradients of the parameters in the groups, which masters take from the model's."""
+        masters, witness = self.masters, self.witness
+        if masters is not None:
+            masters.follow(on_device=self.operators.are_used())
+            if witness.taken_from is not None:
+                masters.look_again(self.scaler.inverse(witness.taken_from.factor))
+            elif not witness.is_unscaled:
+                masters.take_gradients(remember=remember)
+        if self.norm_group is None:
+            return Gradients(self.param_groups)
+        return Gradients(self.param_groups, lambda _: self.norm_group)
+
+    def _unscale(self, gradients: Gradients, scaling: Scaling) -> Tensor:
+        """Divide by the factor unless that was done; return this rank's flag of what was not finite before."""
+        witness = self.witness
+        if witness.is_unscaled or not self._checks(scaling):
+            return torch.zeros((), device="cpu")
+        if self._simple[0] != gradients.parameter_count:
+            self._simple = gradients.parameter_count, gradients.are_simple()
+        inverse, over_mesh = scaling.scaler.inverse(scaling.factor), self.process_group is not None
+        return gradients.unscale(inverse, simple=self._simple[1], over_mesh=over_mesh)  # a group may not span the mesh
+
+    def _note(self, bad: Tensor, scaling: Scaling) -> None:
+        """Note the flag of gradients for the losses that made them, and that they are unscaled now."""
+        self._blame(bad, self.witness.contributors or ([] if self.witness.is_unscaled else [scaling.scaler]))
+        self.witness.note_unscaled(scaling.scaler, masters=self.masters is not None)
+
+    def _blame(self, bad: Tensor, scalers: Sequence[LossScaler]) -> None:
+        """Note for losses whether gradients became non-finite by theirs."""
+        earlier = list(self.flags.values())
+        if earlier:  # what was not finite before hides the rest
+            bad = bad * (torch.stack([flag.to(bad.device) for flag in earlier]).amax() == 0)
+        for scaler in scalers:
+            self.flags[scaler] = torch.maximum(self.flags[scaler], bad) if scaler in self.flags else bad
+
+    def _over_ranks(self, bad: Tensor) -> Tensor:
+        """Combine the flags of this step, and of each loss if there are several, over the ranks."""
+        if len(self.flags) < 2:
+            bad, self._overflowed = any_rank(bad, self.process_group)
+            return bad
+        every = torch.stack([bad, *(flag.to(bad.device) for flag in self.flags.values())])
+        combined, self._overflowed = any_rank(every, self.process_group)
+        self.flags = dict(zip(self.flags, combined[1:].unbind(), strict=True))
+        return combined[0]
+
+    def _finite_by_loss(self, finite: bool | Tensor) -> list[tuple[LossScaler, bool | Tensor]]:
+        """Return for each loss whether its gradients were finite: bools if ``finite`` is a bool."""
+        if len(self.flags) < 2:
+            return [(scaler, finite) for scaler in self.flags]
+        flags = torch.stack(list(self.flags.values())) > 0
+        blamed = flags | ~flags.any()  # all, if they became so after they were unscaled
+        if isinstance(finite, bool):
+            return [(scaler, finite or not one) for scaler, one in zip(self.flags, blamed.tolist(), strict=True)]
+        return [(scaler, finite | ~one) for scaler, one in zip(self.flags, blamed.unbind(), strict=True)]
+
+    def parameter_groups(self) -> list[list[Tensor]]:
+        """Return the model's own parameters by group, which get gradients from backward passes, without masters."""
+        groups = [group["params"] for group in self.inner.param_groups]
+        if self.masters is None:
+            return groups
+        models = dict(zip(map(id, self.masters.masters), self.masters.model, strict=True))
+        return [[models.get(id(param), param) for param in group] for group in groups]
+
+    def model_parameters(self) -> Iterator[Tensor]:
+        """Yield the parameters of `parameter_groups`."""
+        return (param for group in self.parameter_groups() for param in group)
+
+    def give_back(self, scaling: Scaling) -> None:
+        """Set the model's gradients to the masters' unscaled ones, multiplied as before: others may add to them."""
+        if self.masters is not None:
+            self.masters.give_back(scaling.factor)
+
+    def test_before(self, scaler: LossScaler) -> None:
+        """Test the gradients so far, if a loss of another id is about to add to them: an overflow is of one of them."""
+        gradients = Gradients([{"params": [*self.model_parameters()]}])
+        if scaler in self.scalers and self.witness.contributors and gradients:
+            self._blame(gradients.test(), self.witness.contributors)
+            self.witness.contributors = []
+
+    @property
+    def may_have_gradients(self) -> bool:
+        """Whether there may be something to update, here or on another rank."""
+        return not self.is_alone or any(param.grad is not None for param in self.model_parameters())
+
+    def share_scales(self, other: LossScaledOptimizer) -> None:
+        """Use the loss scales of another wrapped optimizer, which trains on the same losses."""
+        self.scalers = other.scalers
+        self.last_step = StepResult(self.scaler.state)
+
+    def holders(self) -> Iterator[Any]:
+        """Yield the objects that hold data about losses and gradients, for `recording.reach.keep`."""
+        yield from (self, self.witness, *self.scalers)
+
+    def skip_with(self, bad: Tensor) -> None:
+        """Skip the next step if a flag is not 0, as if a gradient were not finite."""
+        self._partners = bad if self._partners is None else torch.maximum(self._partners, bad.to(self._partners.device))
+
+    def forget_gradients(self) -> None:
+        """Note that the gradients are cleared or about to be made anew."""
+        self.flags, self._partners = {}, None
+        self.witness.open()
+
+    def overflowed(self) -> list[Overflow]:
+        """Return the parameters whose gradients hold inf or NaN now, by name. Waits for the device.
+
+        >>> model = torch.nn.Linear(2, 1)
+        >>> opt = LossScaledOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        >>> opt.backward(model(torch.full((1, 2), 3e34)).sum())
+        >>> opt.step()
+        >>> bool(opt.last_step), *opt.overflowed()
+        (False, Overflow(name='weight', inf=2, nan=0, elements=2))
+        """
+        return overflow.overflowed(self)
+
+    @not_traced
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, including the model's own 16-bit ones, and start a new window."""
+        self.inner.zero_grad(set_to_none)
+        if self.masters is not None:
+            self.masters.zero_grad(set_to_none)
+        self.forget_gradients()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the inner optimizer, with master weights if its parameters have 16 bits.
+
+        Raises:
+            InvalidValueError: a parameter is in another group already.
+        """
+        self.inner.add_param_group(param_group)
+        try:
+            if self.masters is None:
+                self.masters = make_masters(self.inner, self.masters_wanted)
+            else:
+                self.masters.adopt(self.inner, self.param_groups[-1])
+        except InvalidValueError:
+            self.param_groups.pop()
+            raise
+        self.witness.watch(self.parameter_groups()[-1])
+
+    @property
+    def param_groups(self) -> Groups:
+        """The inner optimizer's groups, with master weights in place of 16-bit parameters."""
+        return checkpoints.shown_groups(self) if asked_by_checkpoint() else self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Groups) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The inner optimizer's state, by parameter."""
+        return checkpoints.ShownState(self) if asked_by_checkpoint() else self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's ``state`` and ``param_groups``, with ``loss_scale`` and ``master_weights``.
+
+        `torch.distributed.checkpoint` gets the same data in another form; see ``checkpoints.py``.
+
+        >>> opt = LossScaledOptimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.5))
+        >>> sorted(opt.state_dict())
+        ['loss_scale', 'master_weights', 'param_groups', 'state']
+        """
+        return checkpoints.shown(self) if asked_by_checkpoint() else saving.save(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Resume bit for bit from a result of `state_dict`; the state keeps its dtypes.
+
+        The state of a plain optimizer is accepted too, with a warning: the loss scale starts at ``init``.
+
+        Raises:
+            StateError: it is another kind of state, incomplete, or of other parameters; nothing is changed.
+        """
+        saving.load(self, checkpoints.unpacked(self, state_dict) if checkpoints.is_shown(state_dict) else state_dict)
+        self.stepper.forget()
+
+
+ALIVE: weakref.WeakSet[LossScaledOptimizer] = weakref.WeakSet()
+"""All wrapped optimizers in this process."""
+
+
+def named_tensors(given: Iterable[Any]) -> dict[str, Tensor]:
+    """Return parameters by name from pairs as in ``model.named_parameters()``."""
+    pairs = list(given)
+    if all(isinstance(pair, tuple) and list(map(type, pair))[:1] == [str] and len(pair) == 2 for pair in pairs):
+        return dict(pairs)
+    raise InvalidTypeError(
+        "the named parameters must be pairs of a name and a parameter",
+        where="wrap_optimizer(named_parameters=)",
+        found=f"an iterable of {type(pairs[0]).__name__}",
+        allowed="pairs of a str and a tensor",
+        fix="give model.named_parameters()",
+    )
+
+
+def not_a(kind: type, found: object, *, where: str, fix: str) -> InvalidTypeError:
+    """Return the error for an argument of the wrong type."""
+    return InvalidTypeError(f"wrong type, expected {kind.__name__}", where=where, found=shown(found), fix=fix)
+
+
+def _check_norm(max_norm: object) -> None:
+    """Raise if this is not a limit for a norm; torch accepts 0 and inf."""
+    where, allowed = "clip_grad_norm_(max_norm)", "a number of at least 0"
+    fix = "give the largest global L2 norm that gradients may have"
+    if not is_number(max_norm):
+        what = "the gradient-norm limit must be a number"
+        raise wrong_type(max_norm, where=where, allowed=allowed, fix=fix, what=what)
+    if not max_norm >= 0:
+        raise InvalidValueError(
+            "the gradient-norm limit must be at least 0", where=where, found=max_norm, allowed=allowed, fix=fix
+        )
+
+
+def _no_backward(found: str) -> UsageError:
+    return UsageError(
+        "a step without a backward pass",
+        where="step(), unscale_()",
+        found=found,
+        allowed="gradients that a backward pass left since the last step",
+        fix="call backward(loss), or scale(loss).backward(), before step(), and zero_grad() after it",
+    )
+
+
+def _unscaled_already(*, where: str, fix: str) -> UsageError:
+    return UsageError("the gradients of this window are unscaled already", where=where, fix=fix)

@@ -1,0 +1,452 @@
+"""What gradients are multiplied by, observed where they are made.
+
+A step divides gradients by the loss scale, so it has to know which losses made them. Nobody is told. A hook on each
+scaled loss marks its backward pass while it runs, and a hook on parameters notes the marks that reach them:
+
+    opt.backward(loss)      a pass marked with 1024 reaches the parameters: their gradients are multiplied by 1024
+    penalty.backward()      a pass without a mark reaches them too
+    opt.step()              refused: no factor is right for both
+
+Gradients have one scale. If a pass with another one begins while there are gradients, whatever of it arrives is brought
+to the scale of what is there, by a power of two in the usual case, which is exact:
+
+    opt.unscale_()          gradients multiplied by 1
+    opt.backward(other)     a pass marked with 1024: what arrives is multiplied by 1/1024, and added
+
+The hook on parameters is on all of them at first, and after a step on one of each group that got a gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from polyamp.backends.torch.unstable import (
+    is_transformed,
+    not_traced,
+    running_backward,
+    running_task,
+    until_backward_ends,
+)
+from polyamp.errors import UsageError, unscaled_loss, warn_once
+
+if TYPE_CHECKING:
+    from polyamp.backends.torch.scale import LossScaler
+
+
+class Scaling(NamedTuple):
+    """The multiplication of a loss: whose loss scale it was, and the factor."""
+
+    scaler: LossScaler
+    factor: float | Tensor
+    by: int | None = None  # the id of the optimizer whose method was called
+
+    def is_like(self, other: Scaling) -> bool:
+        """Return whether gradients of both can be added. Scales on a device must be the same tensor."""
+        one, two = self.factor, other.factor
+        return one is two or (isinstance(one, float) and isinstance(two, float) and one == two)
+
+    def ratio_to(self, other: Scaling) -> float | Tensor:
+        """Return the factor for gradients of this scaling that are added to gradients of another."""
+        return other.factor / self.factor
+
+
+_SCALED = "polyamp_scaling"
+
+
+def follow(scaled: Iterable[Tensor], scaling: Scaling) -> None:
+    """Mark the backward passes of scaled losses, as soon as they begin."""
+    if torch.compiler.is_compiling() or is_transformed():
+        PASSES.note_unmarked(scaling)
+        return
+    for tensor in scaled:
+        node: Any = tensor.grad_fn
+        if tensor.requires_grad and node is not None:
+            node.metadata[_SCALED] = scaling
+            tensor.register_hook(partial(_pass_begins, scaling))  # type: ignore[no-untyped-call]
+        else:
+            PASSES.note(scaling)  # no pass can start from it, so its gradients come in another way
+
+
+def is_scaled(loss: Tensor) -> bool:
+    """Return whether a loss is itself the result of scaling, as far as this is known."""
+    node: Any = loss.grad_fn
+    if torch.compiler.is_compiling() or node is None:
+        return False
+    scaling = node.metadata.get(_SCALED)
+    return scaling is not None and scaling.scaler.settings.check
+
+
+class Pass:
+    """One backward pass of scaled losses. autograd holds this object until the pass ends, even if the pass fails."""
+
+    def __init__(self, task: int, scaling: Scaling | None) -> None:
+        self.task = task  # autograd's number
+        self.scaling = scaling  # None: losses of different scales, or also a loss that nobody scaled
+        self.handles: list[Any] = []  # of the hooks that bring what arrives to another scale
+
+    def __call__(self) -> None:
+        """Remove the hooks. FSDP's own callbacks, which can come later, are still part of the pass."""
+        while self.handles:
+            self.handles.pop().remove()
+
+    def __del__(self) -> None:
+        self()
+
+
+class Passes:
+    """The backward passes of scaled losses in this process: those that run, and the latest."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.running: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()  # by autograd's task
+        self._latest: list[tuple[int, Scaling]] = []
+        self._unmarked: tuple[int, Scaling] | None = None
+
+    def note(self, scaling: Scaling) -> None:
+        """Count a pass that begins."""
+        self.count += 1
+        self._latest = [*self._latest[-63:], (self.count, scaling)]
+
+    def note_unmarked(self, scaling: Scaling) -> None:
+        """Note a loss whose pass cannot be marked: scaled in compiled code, or inside of a function transform."""
+        self.count += 1
+        self._unmarked = (self.count, scaling)
+
+    def here(self) -> Pass | None:
+        """Return the running pass of the caller; None in the pass of a loss that nobody scaled."""
+        # Passes inside another pass, as in reentrant checkpointing, have a task of their own.
+        found = self.running.get(running_task())
+        return found if found is not None else next(iter(list(self.running.values())), None)
+
+    def since(self, count: int) -> list[Scaling]:
+        """Return the scalings of the latest passes since the count."""
+        found = [scaling for number, scaling in self._latest if number > count]
+        return found or [*filter(None, [self.unmarked_since(count)])]
+
+    def unmarked_since(self, count: int) -> Scaling | None:
+        """Return the latest scaling since the count whose pass could not be marked."""
+        return None if self._unmarked is None or self._unmarked[0] <= count else self._unmarked[1]
+
+
+PASSES = Passes()
+
+
+@not_traced
+def _pass_begins(scaling: Scaling, grad: Tensor) -> None:
+    call, task = running_backward(), running_task()
+    known = PASSES.running.get(task)
+    if known is not None:  # another loss of the same pass
+        if call is None and not (known.scaling is None or known.scaling.is_like(scaling)):
+            known.scaling = None
+        return
+    PASSES.note(scaling)
+    roots, accumulates = ((), True) if call is None else call
+    scalings = list(_scalings_of(roots)) or [scaling]
+    is_one = all(one is not None and one.is_like(scaling) for one in scalings)
+    begun = PASSES.running[task] = Pass(task, scaling if is_one else None)
+    until_backward_ends(begun)
+    for witness in list(_WITNESSES):
+        witness.meet(begun, accumulates=accumulates)
+
+
+def _scalings_of(roots: Sequence[Any]) -> Iterator[Scaling | None]:
+    """Yield the scalings of the losses that a pass starts from; None for a part that nobody scaled."""
+    waiting: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+    seen: set[Any] = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        scaling = node.metadata.get(_SCALED)
+        if scaling is not None or hasattr(node, "variable"):  # a scaled loss, or a parameter that was reached without
+            yield scaling
+        else:
+            waiting += [child for child, _ in node.next_functions]
+
+
+class Gradient(NamedTuple):
+    """A gradient that can be recognised later, and does not stay alive for it."""
+
+    param: weakref.ref[Tensor]
+    grad: weakref.ref[Tensor]
+    version: int
+
+    @classmethod
+    def of(cls, param: Tensor, grad: Tensor) -> Gradient:
+        """Return the current gradient of a parameter."""
+        return cls(weakref.ref(param), weakref.ref(grad), grad._version)
+
+    def has_grown(self, *, by: Tensor) -> bool:
+        """Return whether nobody else wrote to it, now that a pass has just added to the gradient of a parameter."""
+        grad = self.grad()
+        return grad is not None and self.is_there() and grad._version == self.version + (self.param() is by)
+
+    def is_there(self) -> bool:
+        """Return whether the parameter still has this gradient, perhaps with other values."""
+        param = self.param()
+        return param is not None and param.grad is not None and param.grad is self.grad()
+
+    def is_untouched(self) -> bool:
+        """Return whether the parameter still has this gradient, and nobody wrote to it since."""
+        grad = self.grad()
+        return grad is not None and self.is_there() and grad._version == self.version
+
+
+class Owner(Protocol):
+    """An optimizer whose gradients are observed."""
+
+    @property
+    def checks(self) -> bool:
+        """Whether gradients are tested at all."""
+
+    def parameter_groups(self) -> list[list[Tensor]]:
+        """Return the parameters that backward passes reach, by group."""
+
+    def give_back(self, scaling: Scaling) -> None:
+        """Put masters' unscaled gradients back into the parameters' own, multiplied as before."""
+
+    def test_before(self, scaler: LossScaler) -> None:
+        """Test the gradients so far, if a loss of another id is about to add to them."""
+
+
+class Witness:
+    """What reached the gradients of one optimizer's parameters."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = weakref.ref(owner)
+        self._handles: dict[int, Any] = {}  # of the hooks, by the parameters' ids
+        self._is_wide, self._stays_wide = True, False  # whether all parameters have the hook, and will keep it
+        _WITNESSES.add(self)
+        weakref.finalize(self, _remove, self._handles).atexit = False
+        self.open()
+
+    def open(self) -> None:
+        """Forget everything: there are no gradients."""
+        self.scaling: Scaling | None = None  # of the gradients; None if there are none, or nothing is known
+        self.taken_from: Scaling | None = None  # of the model's own gradients, if masters have the unscaled ones
+        self.contributors: list[LossScaler] = []  # whose losses added to the gradients since they were tested
+        self.left: Gradient | None = None  # the first gradient that the last step left
+        self.is_unscaled = False  # by `unscale_`, before the step
+        self.has_more = False  # whether a pass added to unscaled gradients
+        self._has_unscaled = self._is_mixed = False  # a pass added to them that no factor is right for
+        self._was_left = False  # a pass added to those of the last step
+        self._polluting = -1  # autograd's number of the pass that began while they were those of the last step
+        self._noted: Gradient | None = None
+        self._task = -1
+        self._opened_at = PASSES.count
+        if self._is_wide:
+            self.watch(self._parameters())
+
+    def close(self, scaling: Scaling) -> None:
+        """Note that a step used the gradients, and left them multiplied by the factor of a scaling."""
+        if self._is_wide and not self._stays_wide and self._noted is not None:
+            self._narrow()
+        self.open()
+        first = next((param for param in self._parameters() if param.grad is not None), None)
+        if first is not None and first.grad is not None:
+            self.scaling, self.left = scaling, Gradient.of(first, first.grad)
+
+    @property
+    def is_consumed(self) -> bool:
+        """Whether the gradients are those that the last step left."""
+        return self.left is not None and self.left.is_untouched()
+
+    def note_unscaled(self, scaler: LossScaler, *, masters: bool) -> None:
+        """Note that the gradients, or those of masters that were taken from them, were divided by their factor."""
+        self.taken_from = self.scaling if masters else None
+        self.scaling, self.contributors = Scaling(scaler, 1.0), []
+        self.is_unscaled, self.has_more, self.left = True, False, None
+
+    def settle(self, own: LossScaler, *, declared: bool | None = None) -> Scaling:
+        """Return what the gradients are multiplied by.
+
+        Raises:
+            UsageError: no factor is right for all of them, or their loss was not scaled.
+        """
+        if declared is not None:
+            self.scaling = Scaling(own, own.state.scale if declared else 1.0)
+            return self.scaling
+        if own.settings.check and (self._was_left or (self.left is not None and self.left.is_there())):
+            raise not_cleared(where="step(), unscale_(), clip_grad_norm_()")
+        if self._is_mixed:
+            raise _mixed()
+        if self.left is not None:
+            self.scaling = None
+        if self._has_unscaled and (own.multiplies or not (self.scaling is None or self.scaling.factor == 1.0)):
+            raise _loss_not_scaled(partly=self.scaling is not None)
+        if self.scaling is None:
+            self.scaling = Scaling(own, 1.0) if self._has_unscaled else self._unobserved(own)
+        return self.scaling
+
+    def _unobserved(self, own: LossScaler) -> Scaling:
+        """Return the scaling of gradients that were set by hand, or that the hooks missed."""
+        self._is_wide = True
+        found = PASSES.since(self._opened_at)
+        found = [one for one in found if one.scaler is own] or found
+        if not found:
+            if own.multiplies:
+                raise _loss_not_scaled(partly=False)
+            return Scaling(own, 1.0)
+        if not all(map(found[0].is_like, found)):
+            raise _mixed()
+        self.contributors = [found[0].scaler]
+        return found[0]
+
+    def meet(self, begun: Pass, *, accumulates: bool) -> None:
+        """Prepare for a pass that may add to the gradients."""
+        owner, own, other = self._owner(), self.scaling, begun.scaling
+        if owner is None or own is None:
+            return
+        is_like = other is not None and own.is_like(other)
+        if (self.left is not None or not is_like) and all(param.grad is None for param in self._parameters()):
+            self.open()
+            return
+        if other is None or not accumulates:
+            return
+        if self.is_consumed and owner.checks:
+            self._polluting = begun.task
+            return
+        if self.taken_from is not None:
+            owner.give_back(self.taken_from)
+            own, self.scaling = self.taken_from, self.taken_from
+            self.is_unscaled, self.taken_from = False, None
+        if other.scaler not in self.contributors:
+            owner.test_before(other.scaler)
+        if not own.is_like(other):
+            bring = partial(_times, other.ratio_to(own))
+            params: list[Any] = [param for param in self._parameters() if param.requires_grad]
+            begun.handles += [param.register_hook(bring) for param in params]
+
+    @not_traced
+    def note(self, param: Tensor) -> None:
+        """Note the pass that has just added to a parameter's gradient."""
+        task, grad = running_task(), param.grad
+        if grad is None or (task == self._task and task != -1):
+            return
+        self._task = task
+        if self._noted is None or not self._noted.has_grown(by=param):
+            # Somebody cleared the gradients, or wrote to them.
+            self._has_unscaled = self._is_mixed = self._was_left = False
+        if task == -1:  # a pipeline schedule lets FSDP reduce gradients after all its passes
+            self._noted = None
+            return
+        self._noted, self.has_more = Gradient.of(param, grad), True
+        begun = PASSES.here()
+        scaling = begun.scaling if begun is not None else PASSES.unmarked_since(self._opened_at)
+        if begun is None and scaling is None:
+            self._note_unscaled_loss()
+        elif begun is not None and begun.task == self._polluting:
+            self._was_left = True
+        elif scaling is None:
+            self._is_mixed = True
+        else:
+            if self.scaling is None or (begun is None and self.left is not None):
+                self.scaling = scaling
+            elif begun is None and not self.scaling.is_like(scaling):
+                self._is_mixed = True
+            if scaling.scaler not in self.contributors:
+                self.contributors.append(scaling.scaler)
+        self.left, self._polluting = None, -1
+        until_backward_ends(partial(until_backward_ends, self._settle))  # after other callbacks, such as DDP's
+
+    def _settle(self) -> None:
+        """Count writes to the gradient before a backward pass ended as part of that pass."""
+        param = None if self._noted is None else self._noted.param()
+        if param is not None and param.grad is not None:
+            self._noted = Gradient.of(param, param.grad)
+
+    def _note_unscaled_loss(self) -> None:
+        if self.left is not None:
+            self.scaling = None
+        own = [one for one in PASSES.since(self._opened_at) if one.by is not None and one.by == id(self._owner())]
+        if own and not (self.contributors or self._has_unscaled or self.is_unscaled) and self._is_wide:
+            # The optimizer's own loss reached none of its parameters: gradients cached at a model's representations.
+            self.scaling, self.contributors, self._stays_wide = own[-1], [own[-1].scaler], True
+            return
+        model = self.taken_from if self.taken_from is not None else self.scaling
+        if not (self.is_unscaled and model is not None and model.factor == 1.0):
+            self._has_unscaled = True
+
+    def _parameters(self) -> list[Tensor]:
+        owner = self._owner()
+        return [] if owner is None else [param for group in owner.parameter_groups() for param in group]
+
+    def watch(self, params: Iterable[Tensor]) -> None:
+        """Observe what adds to the gradients of parameters."""
+        seen = partial(_note, weakref.ref(self))
+        for param in params:
+            if id(param) not in self._handles and param.requires_grad and param.is_leaf:
+                self._handles[id(param)] = param.register_post_accumulate_grad_hook(seen)  # type: ignore[no-untyped-call]
+
+    def _narrow(self) -> None:
+        """Keep one hook for each group that got gradients: on the first parameter that did."""
+        owner = self._owner()
+        for group in () if owner is None else owner.parameter_groups():
+            _report_hooks(group)
+            reached = [param for param in group if param.grad is not None and id(param) in self._handles]
+            for param in group if reached else ():
+                if param is not reached[0] and id(param) in self._handles:
+                    self._handles.pop(id(param)).remove()
+        self._is_wide = False
+
+
+_WITNESSES: weakref.WeakSet[Witness] = weakref.WeakSet()
+
+
+def _note(witness: weakref.ref[Witness], param: Tensor) -> None:
+    alive = witness()
+    if alive is not None:
+        alive.note(param)
+
+
+def _remove(handles: dict[int, Any]) -> None:
+    for handle in handles.values():
+        handle.remove()
+
+
+def _report_hooks(params: Iterable[Tensor]) -> None:
+    if any(param._backward_hooks for param in params):
+        warn_once(
+            "a parameter has a hook (register_hook), which sees gradients multiplied by the loss scale: a hook that is "
+            "not linear, such as one that clips, is wrong there. Clip by max_grad_norm=, or after opt.unscale_()."
+        )
+
+
+def _times(ratio: float | Tensor, grad: Tensor) -> Tensor:
+    return grad * (ratio.to(grad.device, grad.dtype) if isinstance(ratio, Tensor) else ratio)
+
+
+def not_cleared(*, where: str) -> UsageError:
+    """Return the error for gradients of the last step to which a backward pass adds, or was about to."""
+    return UsageError(
+        "the unscaled gradients of the last step are still there, and a scaled backward pass would add to them",
+        where=where,
+        fix="call zero_grad() after step(); to accumulate, call backward several times before step()",
+    )
+
+
+def _mixed() -> UsageError:
+    return UsageError(
+        "gradients of different scales were added up",
+        where="step(), unscale_(), clip_grad_norm_()",
+        found="losses with different loss scales in one backward pass",
+        allowed="losses with one loss scale in one backward pass",
+        fix="call zero_grad(), and backward() once for each of the losses",
+    )
+
+
+def _loss_not_scaled(*, partly: bool) -> UsageError:
+    how = "; one loss was scaled and another was not" if partly else ""
+    return unscaled_loss(
+        where=f"step(), unscale_(), clip_grad_norm_(){how}",
+        fix="call zero_grad(), then opt.backward(loss) or opt.scale(loss).backward() in place of loss.backward(); if "
+        "gradients were set by hand, declare them: opt.step(scaled=True) if they are multiplied by opt.loss_scale, "
+        "opt.step(scaled=False) if not",
+    )

@@ -1,0 +1,312 @@
+"""The loss scale of one optimizer, or of several that share it: multiplies losses, and advances by `polyamp.advance`.
+
+The state is Python numbers while the host decides about a step, and scalar tensors once a device decides. A loss that
+is inf or NaN is multiplied by inf, so that its gradients are not finite and the step is skipped, also where the loss
+itself has a gradient of zero.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyamp.backends.torch import provenance
+from polyamp.backends.torch.casting import leaves, map_leaves
+from polyamp.backends.torch.kernels.control import (
+    LOSSES_FINITE,
+    SIZE,
+    applied_flag,
+    check_first_use,
+    decode,
+    is_captured,
+    kept,
+    on_device,
+    pack_,
+    report_of,
+    unpack,
+    where,
+)
+from polyamp.backends.torch.recording.reach import is_recorded
+from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, non_finite_loss, shown, wrong_type
+from polyamp.formats import in_single
+from polyamp.scale import LossScale, LossScaleState, advance, on_host, report_limits, report_nonfinite_loss
+
+_STACKLEVEL = 7  # of a warning: from where it is issued to the user's call
+
+
+class LossScaler:
+    """A `LossScale` in use: its settings and its state."""
+
+    def __init__(self, settings: LossScale, compute: str | None = None) -> None:
+        self.settings = settings.in_float32()  # so that host and device use the same scales
+        self.compute = compute
+        self.state = self.settings.initial_state()
+        self.loss_was_finite: bool | Tensor | None = None  # of all losses since the last step; None without any
+        self._before = self.state  # the state before the votes
+        self._votes: dict[int, bool | Tensor] = {}  # by optimizer: whether its gradients of this loss were finite
+        self._is_decided = True  # whether another loss was scaled since
+        self._factors = (0.0, torch.empty(0), torch.empty(0))  # a host scale; the scale and its inverse as tensors
+        self._late = LateValues()
+        self._control: Tensor | None = None  # a copy of the state that polyamp's operators change
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"settings": self.settings, "compute": self.compute, "state": on_host(self.state)}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        LossScaler.__init__(self, saved["settings"], saved["compute"])
+        self.resume(saved["state"])
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether a scaled loss can differ from an unscaled one."""
+        return self.settings.check and not self.settings.min == self.settings.max == 1
+
+    def scale(self, loss: Any, *, alone: bool = True, stacklevel: int = _STACKLEVEL, by: object = None) -> Any:
+        """Return a loss, or losses in containers, in float32 (float64 stays) times the loss scale, or times inf.
+
+        Raises:
+            InvalidTypeError: this is not a loss.
+            UsageError: it is scaled already.
+            NonFiniteLossError: ``nonfinite_loss="raise"``, and the host knows that the loss is inf or NaN.
+        """
+        if any(map(provenance.is_scaled, losses_in(loss))):
+            raise UsageError(
+                "the loss is scaled already",
+                where="scale(loss), backward(loss), or a trainer's backward that scales the loss itself",
+                found="a result of scale(loss)",
+                allowed="the loss that the model computed",
+                fix="scale it once: pass the loss itself to backward(loss), also to manual_backward and "
+                "accelerator.backward",
+            )
+        scaling = provenance.Scaling(
+            self, self.state.scale, None if by is None or torch.compiler.is_compiling() else id(by)
+        )
+        if not self.settings.check:
+            provenance.follow(losses_in(loss), scaling)
+            return loss
+        if not self._is_decided:  # the first loss since a step
+            self._is_decided, self.loss_was_finite = True, None
+        if self._control is not None and is_captured():
+            self.state = unpack(self._control.clone())  # the value that the graph reads at every replay
+        finite = {} if torch.compiler.is_compiling() else {id(one): self._look(one) for one in losses_in(loss)}
+        bad = next((one for one in losses_in(loss) if finite.get(id(one)) is False), None)
+        if bad is not None:
+            self.report_loss(bad.detach(), alone=alone, where="scaling the loss", stacklevel=stacklevel)
+        multiply = functools.partial(self._multiply, finite)
+        scaled = multiply(loss) if isinstance(loss, Tensor) else map_leaves(multiply, loss)
+        scaling = scaling._replace(factor=self.state.scale)
+        provenance.follow([scaled] if isinstance(loss, Tensor) else leaves(scaled), scaling)
+        return scaled
+
+    def _look(self, loss: Tensor) -> bool | Tensor:
+        """Note whether a loss is finite: a bool on the CPU; on other devices a tensor, since a bool would wait."""
+        if loss.device.type == "cpu":
+            finite: bool | Tensor = math.isfinite(loss.item()) if loss.dim() == 0 else bool(loss.isfinite().all())
+        else:
+            finite = loss.detach().isfinite().all()
+        earlier = self.loss_was_finite
+        same = finite.to(earlier.device) if isinstance(earlier, Tensor) and isinstance(finite, Tensor) else finite
+        self.loss_was_finite = same if earlier is None else earlier & same
+        return finite
+
+    def _multiply(self, finite: Mapping[int, bool | Tensor], loss: Tensor) -> Tensor:
+        wide, factor = _wide(loss), self._factor_on(loss.device)
+        if finite.get(id(loss)) is True:
+            return wide * factor
+        return wide * torch.where(wide.detach().isfinite(), factor, math.inf)
+
+    def multiply(self, loss: Tensor) -> Tensor:
+        """Return one loss in float32 (float64 stays) times the loss scale, without a test."""
+        return _wide(loss) * self._factor_on(loss.device)
+
+    def _factor_on(self, device: torch.device) -> Tensor:
+        scale = self.state.scale
+        return scale.to(device) if isinstance(scale, Tensor) else self._host_factors(scale)[1]
+
+    def report_loss(self, found: object, *, alone: bool, where: str, stacklevel: int = _STACKLEVEL) -> None:
+        """Warn or raise because a loss was inf or NaN. A step that is only observed ends here."""
+        if is_recorded():
+            raise non_finite_loss(found, where=where)
+        settings = self.settings if alone else replace(self.settings, nonfinite_loss="skip")
+        was_half = isinstance(found, Tensor) and found.dtype == torch.float16
+        compute = "float16" if was_half and self.compute is None else self.compute
+        report_nonfinite_loss(settings, compute=compute, where=where, found=found, stacklevel=stacklevel)
+
+    def advance(self, finite: bool | Tensor, voter: object = None) -> None:
+        """Advance the state: on the host for a bool, else by tensors alone on the device of ``finite``."""
+        # Several optimizers that step on the gradients of one loss vote, and the state advances once.
+        finite = self._vote(finite, voter)
+        if isinstance(finite, bool):
+            self._become(advance(self.settings, on_host(self._before), finite))
+        else:
+            self._become(advance(self.settings, on_device(self._before, finite.device), finite, where))
+            self._late.send(functools.partial(self._report, finite))
+
+    def _report(self, finite: Tensor) -> Tensor:
+        """Return the report of a step, in the form of polyamp's operators."""
+        known = self.loss_was_finite
+        is_finite = known if isinstance(known, Tensor) else kept(int(known is not False), torch.int32, finite.device)
+        return report_of(self.state, finite, is_finite.to(finite.device))
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether a loss was scaled since the last step."""
+        return self.loss_was_finite is not None and self._is_decided
+
+    def opens_round(self, voter: object) -> bool:
+        """Return whether the next vote is the first for its loss, so that an operator may advance the state."""
+        return self._is_decided or not self._votes or id(voter) in self._votes
+
+    def _vote(self, finite: bool | Tensor, voter: object) -> bool | Tensor:
+        if self.opens_round(voter):
+            self._before, self._votes, self._is_decided = self.state, {}, False
+        for other in self._votes.values():
+            one = finite.to(other.device) if isinstance(finite, Tensor) and isinstance(other, Tensor) else finite
+            finite = one & other
+        self._votes[id(voter)] = finite
+        return finite
+
+    def control_on(self, device: torch.device) -> Tensor:
+        """Return the state as a tensor that operators change in place; see ``control.py``. Always the same tensor."""
+        if self._control is None or self._control.device != device:
+            check_first_use(captured=is_captured())
+            self._control = torch.zeros(SIZE, dtype=torch.int32, device=device)
+            pack_(self._control, self.state)
+        return self._control
+
+    def advanced(self, report: Tensor, voter: object) -> None:
+        """Note that an operator has advanced the state in `control_on`, and its report; see `advance`."""
+        self._vote(applied_flag(report), voter)
+        self.state = unpack(report)
+        self._late.send(functools.partial(self._with_loss, report))
+
+    def _with_loss(self, report: Tensor) -> Tensor:
+        if self.loss_was_finite is None or self.loss_was_finite is True:
+            return report
+        noted = report.clone()
+        noted[LOSSES_FINITE] = self.loss_was_finite
+        return noted
+
+    def set(self, scale: object, *, where: str) -> None:
+        """Change the scale; counters stay unchanged."""
+        self.resume(on_host(self.state)._replace(scale=checked_scale(self.settings, scale, where=where)))
+
+    def resume(self, state: LossScaleState) -> None:
+        """Resume from a state."""
+        self._become(state)
+        self._is_decided = True
+
+    def _become(self, state: LossScaleState) -> None:
+        if self._control is not None and state is not self.state:
+            pack_(self._control, state)
+        self.state = state
+
+    def report_step(self, explain: Callable[[], str] | None) -> None:
+        """Report on a step that was skipped, from the numbers on the host."""
+        if isinstance(self.state.scale, float) and self.state.skipped_in_a_row:
+            report_limits(self.settings, self.state, explain)
+
+    def report_earlier_step(self, explain: Callable[[], str], *, alone: bool = True) -> None:
+        """Report what has arrived from the device since the last step, before a step and without waiting."""
+        arrived = self._late.receive()
+        if arrived is None:
+            return
+        state, losses_were_finite = decode(arrived)
+        if not losses_were_finite:
+            self.report_loss("inf or NaN", alone=alone, where="scaling the loss of an earlier step")
+        report_limits(self.settings, state, explain)
+
+    def _host_factors(self, scale: float) -> tuple[float, Tensor, Tensor]:
+        """Return scalars on the CPU, which torch accepts together with tensors of any device. Cached for one scale."""
+        if scale != self._factors[0]:
+            pair = torch.tensor([scale, 1.0 / scale], dtype=torch.float32, device="cpu")
+            self._factors = (scale, pair[0], pair[1])
+        return self._factors
+
+    def inverse(self, scale: float | Tensor) -> Tensor:
+        """Return the factor that undoes a scale: float32 scalar, the correctly rounded inverse."""
+        if not isinstance(scale, Tensor):
+            return self._host_factors(scale)[2]
+        return scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
+
+
+class LossScalers:
+    """The loss scalers of one optimizer, or of several that train on the same losses: one per loss id."""
+
+    def __init__(self, settings: LossScale, compute: str | None = None) -> None:
+        self.main = LossScaler(settings, compute)
+        self.others: dict[Hashable, LossScaler] = {}
+
+    def __getitem__(self, loss_id: Hashable) -> LossScaler:
+        if loss_id is None:
+            return self.main
+        return self.others.setdefault(loss_id, LossScaler(self.main.settings, self.main.compute))
+
+    def __iter__(self) -> Iterator[LossScaler]:
+        return iter((self.main, *self.others.values()))
+
+
+class LateValues:
+    """A queue for one small tensor, which is copied to the host without a sync on devices with streams (CUDA, XPU)."""
+
+    def __init__(self) -> None:
+        self._copy: Tensor | None = None
+        self._arrival: Any = None
+
+    def send(self, values: Callable[[], Tensor]) -> None:
+        """Start the copy, unless an earlier one is still under way or a CUDA graph is captured."""
+        # While a graph is captured the host does not read values.
+        if self._copy is not None or is_captured():
+            return
+        sent = values()
+        current_stream = _streams_of(sent.device)
+        self._copy = sent.to("cpu", non_blocking=current_stream is not None)
+        self._arrival = current_stream and current_stream(sent.device).record_event()
+
+    def receive(self) -> list[Any] | None:
+        """Return the values if they have arrived, and forget them; else return None."""
+        if self._copy is None or is_captured():
+            return None
+        if self._arrival is not None and not self._arrival.query():
+            return None
+        values: list[Any] = self._copy.tolist()
+        self._copy = self._arrival = None
+        return values
+
+
+def _streams_of(device: torch.device) -> Any:
+    """Return the function for a device's current stream, whose events report arrivals; None without streams."""
+    return None if device.type == "cpu" else getattr(torch.get_device_module(device), "current_stream", None)
+
+
+def losses_in(loss: Any) -> list[Tensor]:
+    """Return the losses of a container, each a floating-point tensor."""
+    losses = [loss] if isinstance(loss, Tensor) else list(leaves(loss))
+    for one in losses or [loss]:
+        if not (isinstance(one, Tensor) and one.is_floating_point()):
+            kind = f"a tensor of {one.dtype}" if isinstance(one, Tensor) else shown(one)
+            raise no_loss(kind, allowed="a floating torch.Tensor, or such tensors in lists, tuples and dicts")
+    return losses
+
+
+def _wide(loss: Tensor) -> Tensor:
+    return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()  # in 16 bits a product would overflow
+
+
+def checked_scale(settings: LossScale, scale: object, *, where: str) -> float:
+    """Return a loss scale that the user sets, rounded to float32."""
+    fix = "give a number within LossScale(min=..., max=...)"
+    if not is_number(scale):
+        raise wrong_type(scale, where=where, allowed="a number", fix=fix, what="the loss scale must be a number")
+    limits = f"between {settings.min:g} and {settings.max:g}"
+    if not settings.min <= scale <= settings.max:
+        raise InvalidValueError(
+            "the loss scale is outside its limits", where=where, found=scale, allowed=limits, fix=fix
+        )
+    return in_single(float(scale))  # type: ignore[no-any-return]

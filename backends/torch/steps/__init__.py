@@ -1,1 +1,0 @@
-"""The optimizer step: scale, unscale, test, clip, update or skip, and what is saved and reported about it."""

@@ -1,0 +1,783 @@
+"""Short programs whose steps were once wrong, each beside the same program in plain PyTorch.
+
+Every one runs under float16 and bfloat16, with and without master weights and polyamp's own operators: the format and
+options of speed decide nothing. A program that is `right` ends with the same parameters as the plain one; one that
+is `right_or_refused` may be refused instead, with nothing changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import polyamp
+from polyamp import LossScale
+from support.plain_steps import KINDS, Kind, Program, Run, S, outcome, sgd, trained, weights
+
+GROWS = LossScale(init=8.0, interval=1, max=64.0)
+RIGHT: list[Program] = []
+RIGHT_OR_REFUSED: list[Program] = []
+
+
+def right(program: Program) -> Program:
+    RIGHT.append(program)
+    return program
+
+
+def right_or_refused(program: Program) -> Program:
+    RIGHT_OR_REFUSED.append(program)
+    return program
+
+
+# --- losses that reach parameters of several optimizers ---------------------------------------------------------------
+
+
+@right_or_refused
+def clips_and_then_differentiates_a_joint_loss_of_another(wrap: Any, p: Any, q: Any) -> None:
+    a, b = wrap(sgd(p)), wrap(sgd(q))
+    a.backward(S(p))
+    a.clip_grad_norm_(10.0)
+    b.backward(S(p) + S(q))
+    a.step()
+
+
+@right_or_refused
+def clips_and_then_meets_a_joint_loss_that_is_not_finite(wrap: Any, p: Any, q: Any) -> None:
+    a, b = wrap(sgd(p)), wrap(sgd(q))
+    a.backward(S(p))
+    a.clip_grad_norm_(10.0)
+    b.backward((S(p) + S(q)) * math.inf)
+    a.step()
+
+
+@right
+def steps_on_the_loss_of_another_while_a_third_one_scaled_later(wrap: Any, p: Any, q: Any, r: Any) -> None:
+    a, b, c = (wrap(sgd(v), loss_scale=scale) for v, scale in ((p, 8.0), (q, 64.0), (r, 2.0)))
+    a.backward(S(p) + S(r))
+    b.backward(S(q))
+    c.step()
+
+
+@right_or_refused
+def adds_joint_losses_of_optimizers_whose_scales_differ(wrap: Any, p: Any, q: Any) -> None:
+    a, b = wrap(sgd(p)), wrap(sgd(q))
+    a.backward(S(p) * math.inf)  # a's scale backs off
+    a.step()
+    a.zero_grad()
+    a.backward(S(p) + 2 * S(q))
+    b.backward(2 * S(p) + S(q))
+    a.step()
+    b.step()
+
+
+@right_or_refused
+def leaves_the_gradients_of_a_generators_loss_in_its_discriminator(wrap: Any, p: Any, q: Any) -> None:
+    making, judging = wrap(sgd(p), loss_scale=64.0), wrap(sgd(q), loss_scale=16.0)
+    making.backward(S(p) + 2 * S(q))
+    making.step()
+    judging.backward(S(q))
+    judging.step()
+
+
+@right_or_refused
+def leaves_them_in_optimizers_wrapped_together(wrap: Any, p: Any, q: Any) -> None:
+    making, judging = wrap([sgd(p), sgd(q)], loss_scale=GROWS)
+    making.backward(S(p) + 2 * S(q))
+    making.step()
+    judging.backward(S(q))
+    judging.step()
+
+
+@right_or_refused
+def shares_one_parameter_between_optimizers_wrapped_together(wrap: Any, p: Any, q: Any) -> None:
+    a, b = wrap([sgd(p, q), sgd(q)])
+    a.backward(S(p) + S(q))
+    a.step()
+    b.step()
+
+
+@right_or_refused
+def shares_one_parameter_between_optimizers_wrapped_apart(wrap: Any, p: Any, q: Any) -> None:
+    a, b = wrap(sgd(p, q)), wrap(sgd(q))
+    a.backward(S(p) + S(q))
+    a.step()
+    b.step()
+
+
+# --- the order of scaling, clearing and differentiating ---------------------------------------------------------------
+
+
+@right_or_refused
+def sums_losses_of_two_scales(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p), loss_scale=GROWS)
+    opt.backward(S(p), loss_id="aux")
+    opt.step()
+    opt.zero_grad()
+    (opt.scale(S(p)) + opt.scale(S(p), loss_id="aux")).backward()
+    opt.step()
+
+
+@right_or_refused
+def scales_two_losses_before_it_differentiates_either(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p), loss_scale=GROWS)
+    opt.backward(S(p), loss_id="aux")
+    opt.step()
+    opt.zero_grad()
+    main, aux = opt.scale(S(p)), opt.scale(S(p), loss_id="aux")
+    main.backward()
+    aux.backward()
+    opt.step()
+
+
+@right_or_refused
+def differentiates_a_loss_that_was_scaled_before_the_last_step(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p), loss_scale=GROWS)
+    earlier = opt.scale(S(p))
+    opt.backward(S(p))
+    opt.step()
+    opt.zero_grad()
+    earlier.backward()
+    opt.backward(S(p))
+    opt.step()
+
+
+@right_or_refused
+def clears_between_scaling_and_differentiating_and_adds_another_loss(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p), loss_scale=GROWS)
+    opt.backward(S(p), loss_id="aux")
+    opt.step()
+    opt.zero_grad()
+    scaled = opt.scale(S(p))
+    opt.zero_grad()
+    scaled.backward()
+    opt.backward(S(p), loss_id="aux")
+    opt.step()
+
+
+# --- gradients are where the user's code looks for them ---------------------------------------------------------------
+
+
+def clear_by_model(p: Any) -> None:
+    nn.ParameterList([p]).zero_grad()
+
+
+def clear_to_zero_by_model(p: Any) -> None:
+    nn.ParameterList([p]).zero_grad(set_to_none=False)
+
+
+def clear_by_hand(p: Any) -> None:
+    p.grad = None
+
+
+def clear_in_place(p: Any) -> None:
+    p.grad.zero_()
+
+
+CLEARS = [clear_by_model, clear_to_zero_by_model, clear_by_hand, clear_in_place]
+
+
+def gives_up_a_batch_after_unscaling(wrap: Any, p: Any, *, clear: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.unscale_()
+    opt.backward(S(p))
+    clear(p)
+    opt.backward(S(p))
+    opt.step()
+
+
+def gives_up_a_batch_of_two_losses(wrap: Any, p: Any, *, clear: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.backward(S(p), loss_id="aux")
+    clear(p)
+    opt.backward(S(p))
+    opt.step()
+
+
+@right
+def loads_a_state_between_two_losses(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.backward(S(p), loss_id="aux")
+    opt.load_state_dict(opt.state_dict())
+    opt.backward(S(p))
+    opt.step()
+
+
+@right_or_refused
+def unscales_and_differentiates_and_clips_by_torch(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.unscale_()
+    opt.backward(S(p))
+    nn.utils.clip_grad_norm_([p], 0.5)
+    opt.step()
+
+
+@right_or_refused
+def differentiates_two_losses_and_clips_by_torch(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.backward(S(p), loss_id="aux")
+    nn.utils.clip_grad_norm_([p], 0.5)
+    opt.step()
+
+
+@right
+def clips_every_micro_batch(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(8 * S(p))
+    opt.clip_grad_norm_(2**0.5)
+    opt.backward(S(p))
+    opt.step()
+
+
+@right
+def changes_unscaled_gradients_and_differentiates_again(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.unscale_()
+    trained(opt)[0].grad.mul_(2)
+    opt.backward(S(p))
+    opt.step()
+
+
+# --- tested when it is used -------------------------------------------------------------------------------------------
+
+
+@right
+def divides_unscaled_gradients_by_a_norm_of_zero(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(0 * S(p))
+    opt.unscale_()
+    grad = trained(opt)[0].grad
+    grad.div_(grad.norm())
+    opt.step()
+
+
+@right
+def divides_unscaled_gradients_by_a_norm_of_zero_and_clips(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p), max_grad_norm=1.0)
+    opt.backward(0 * S(p))
+    opt.unscale_()
+    grad = trained(opt)[0].grad
+    grad.div_(grad.norm())
+    opt.step()
+
+
+@right_or_refused
+def adds_a_gradient_that_is_not_finite_after_unscaling(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.unscale_()
+    (S(p) * math.inf).backward()
+    opt.step()
+
+
+@right
+def clips_and_then_decays_the_weights_by_hand(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.clip_grad_norm_(10.0)
+    with torch.no_grad():
+        p.mul_(0.5)
+    opt.step()
+
+
+@right_or_refused
+def adds_an_unscaled_loss_after_unscaling(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.unscale_()
+    S(p).backward()
+    opt.step()
+
+
+@right
+def clamps_the_weights(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    for _ in range(2):
+        p.data.clamp_(-0.25, 0.25)
+        opt.backward(S(p))
+        opt.step()
+        opt.zero_grad()
+
+
+@right
+def multiplies_the_weights(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    p.data.mul_(0.5)
+    opt.step()
+
+
+@right
+def copies_into_the_weights(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.unscale_()
+    p.data.copy_(torch.tensor([4.0, 2.0]))
+    opt.step()
+
+
+# --- gradients that a step left ---------------------------------------------------------------------------------------
+
+
+@right_or_refused
+def scales_onto_the_gradients_of_the_last_step(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.step()
+    opt.scale(S(p)).backward()
+    opt.step()
+
+
+@right_or_refused
+def differentiates_anothers_loss_onto_the_gradients_of_the_last_step(wrap: Any, p: Any, q: Any) -> None:
+    a, b = wrap([sgd(p), sgd(q)])
+    a.backward(S(p))
+    a.step()
+    b.backward(S(p) + S(q))
+    a.step()
+
+
+@right_or_refused
+def clears_the_first_gradient_of_the_last_step_only(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q))
+    opt.backward(S(p) + S(q))
+    opt.step()
+    p.grad.zero_()
+    opt.backward(S(p) + S(q))
+    opt.step()
+
+
+@right_or_refused
+def adds_to_the_gradients_of_the_last_step_by_hand(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.step()
+    p.grad += torch.autograd.grad(opt.scale(S(p)), p)[0]
+    opt.step()
+
+
+@right_or_refused
+def scales_onto_gradients_that_were_declared_unscaled(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    p.grad = torch.ones_like(p)
+    opt.step(scaled=False)
+    opt.scale(S(p)).backward()
+    opt.step()
+
+
+@right_or_refused
+def scales_onto_the_gradients_of_a_closure(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+
+    def closure() -> Any:
+        opt.zero_grad()
+        loss = S(p)
+        opt.backward(loss)
+        return loss
+
+    opt.step(closure)
+    opt.scale(S(p)).backward()
+    opt.step()
+
+
+# --- losses that nobody scaled ----------------------------------------------------------------------------------------
+
+
+@right_or_refused
+def adds_an_unscaled_loss_between_two_losses(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    S(p).backward()
+    opt.backward(S(p), loss_id="aux")
+    opt.step()
+
+
+@right_or_refused
+def adds_an_unscaled_loss_before_the_scale_changes(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    S(p).backward()
+    opt.loss_scale = 4.0 if opt.loss_scale > 1 else 1.0
+    opt.backward(S(p))
+    opt.step()
+
+
+@right_or_refused
+def reaches_the_first_parameter_by_an_unscaled_loss_only(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q))
+    opt.backward(S(q))
+    (S(p) + S(q)).backward()
+    opt.step()
+
+
+@right_or_refused
+def adds_an_unscaled_penalty_to_the_scaled_loss(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    (opt.scale(S(p)) + S(p)).backward()
+    opt.step()
+
+
+@right_or_refused
+def differentiates_a_scaled_and_an_unscaled_loss_in_one_pass(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    torch.autograd.backward([opt.scale(S(p)), S(p)])
+    opt.step()
+
+
+# --- what is not to be refused ----------------------------------------------------------------------------------------
+
+
+@right
+def clears_between_scaling_and_differentiating(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    for _ in range(2):
+        scaled = opt.scale(S(p))
+        opt.zero_grad()
+        scaled.backward()
+        opt.step()
+
+
+@right
+def goes_on_after_a_refusal_without_its_first_parameter(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q))
+    opt.backward(S(p))
+    opt.zero_grad()
+    p.requires_grad_(False)
+    for _ in range(3):
+        opt.backward(S(q))
+        opt.step()
+        opt.zero_grad()
+
+
+@right
+def steps_twice_on_gradients_by_hand(wrap: Any, p: Any) -> None:
+    opt, earlier = wrap(sgd(p)), []
+    for value in (1.0, 1.0, 2.0):
+        p.grad = torch.full_like(p, value)
+        earlier.append(p.grad)
+        opt.step(scaled=False)
+
+
+@right
+def steps_on_scaled_gradients_by_hand(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    for _ in range(2):
+        p.grad = torch.full_like(p, 2.0 * opt.loss_scale)
+        opt.step(scaled=True)
+
+
+@right
+def trains_a_generator_and_a_discriminator_that_clear_before_their_losses(wrap: Any, p: Any, q: Any) -> None:
+    making, judging = wrap(sgd(p), loss_scale=GROWS), wrap(sgd(q), loss_scale=16.0)
+    for _ in range(3):
+        judging.zero_grad()
+        judging.backward(S(q))
+        judging.step()
+        making.zero_grad()
+        making.backward(S(p) + 2 * S(q))
+        making.step()
+
+
+@right
+def steps_two_optimizers_on_one_loss(wrap: Any, p: Any, q: Any) -> None:
+    a, b = wrap(sgd(p), loss_scale=GROWS), wrap(sgd(q), loss_scale=16.0)
+    for _ in range(3):
+        a.backward(S(p) + 2 * S(q))
+        a.step()
+        b.step()
+        a.zero_grad()
+        b.zero_grad()
+
+
+@right
+def steps_two_optimizers_on_the_losses_of_both(wrap: Any, p: Any, q: Any) -> None:
+    a, b = wrap([sgd(p), sgd(q)], loss_scale=GROWS)
+    for _ in range(3):
+        a.backward(S(p) + 2 * S(q))
+        b.backward(S(q), loss_id="aux")
+        a.step()
+        b.step()
+        a.zero_grad()
+        b.zero_grad()
+
+
+@right
+def accumulates_in_every_form(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q))
+    for _ in range(2):
+        (opt.scale(S(p)) + opt.scale(S(q))).backward()
+        torch.autograd.backward([opt.scale(S(p)), opt.scale(S(q))])
+        opt.backward(torch.stack([S(p), 2 * S(q)]), gradient=torch.ones(2))
+        opt.backward(S(p) + S(q), inputs=[q])
+        scaled = opt.scale(S(p))
+        scaled.backward(retain_graph=True)
+        scaled.backward()
+        p.grad.div_(2.0)
+        opt.step()
+        opt.zero_grad(set_to_none=False)
+
+
+@right
+def unscales_and_clips_and_adds_losses(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q), loss_scale=GROWS)
+    for loss_id in (None, "aux"):
+        opt.backward(S(p))
+        opt.unscale_()
+        opt.backward(2 * S(q), loss_id)
+        opt.clip_grad_norm_(1.0)
+        opt.backward(S(q))
+        opt.step()
+        opt.zero_grad()
+
+
+@right
+def clips_by_torch_after_unscaling(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    for _ in range(2):
+        opt.backward(4 * S(p))
+        opt.unscale_()
+        nn.utils.clip_grad_norm_(trained(opt), 0.5)
+        opt.step()
+        opt.zero_grad()
+
+
+@right
+def differentiates_an_unscaled_loss_and_clears_it(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    for _ in range(2):
+        S(p).backward()
+        p.grad = None
+        opt.backward(S(p))
+        opt.step()
+        S(p).backward()
+        opt.zero_grad()
+
+
+@right
+def penalizes_true_gradients(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    (grad,) = opt.unscaled_grad((p.float() ** 2).sum(), [p])
+    opt.backward(S(p) + 0.5 * S(grad))
+    opt.step()
+
+
+@right
+def freezes_and_adds_parameters(wrap: Any, p: Any, q: Any, r: Any) -> None:
+    opt = wrap(sgd(p, q, momentum=0.5))
+    for turn in range(4):
+        p.requires_grad_(turn != 1)
+        if turn == 2:
+            opt.add_param_group({"params": [r]})
+        opt.backward(S(p) + S(q) + S(r))
+        opt.step()
+        opt.zero_grad()
+
+
+@right
+def trains_again_after_a_loss_that_is_not_finite(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p, momentum=0.5))
+    for factor in (1.0, math.inf, 1.0, math.nan, 1.0):
+        opt.backward(S(p) * factor)
+        opt.step()
+        opt.zero_grad()
+
+
+@right
+def trains_again_after_a_gradient_that_is_not_finite(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q, momentum=0.5))
+    for value in (1.0, math.inf, 1.0, math.nan, 1.0):
+        opt.backward(S(p) + S(q))
+        q.grad[1] *= value
+        opt.step()
+        opt.zero_grad()
+
+
+@right
+def skips_for_an_infinite_loss_of_finite_gradients(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    for added in (0.0, math.inf, 0.0):
+        opt.backward(S(p) + added)
+        opt.step()
+        opt.zero_grad()
+
+
+def compiles_the_step(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q))
+    step = torch.compile(opt.step, backend="eager")
+    for loss_id, factor in ((None, 1.0), (None, math.inf), ("aux", 1.0)):
+        opt.backward(S(p))
+        opt.backward(S(q) * factor, loss_id)
+        step()
+        opt.zero_grad()
+
+
+EVERYWHERE = pytest.mark.parametrize(
+    ("kind", "fused_step"),
+    [pytest.param(kind, on, id=f"{name}{'-fused' * on}") for name, kind in KINDS.items() for on in (False, True)],
+)
+
+
+def named(part: object) -> str | None:
+    return getattr(part, "__name__", None)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("program", RIGHT, ids=named)
+def test_a_program_ends_as_in_plain_pytorch(program: Program, kind: Kind, fused_step: bool) -> None:
+    assert outcome(program, kind, fused_step=fused_step) == "right"
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_compiled_step_ends_as_in_plain_pytorch(kind: Kind) -> None:
+    assert outcome(compiles_the_step, kind) == "right"
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("program", RIGHT_OR_REFUSED, ids=named)
+def test_a_program_ends_as_in_plain_pytorch_or_is_refused(program: Program, kind: Kind, fused_step: bool) -> None:
+    outcome(program, kind, fused_step=fused_step)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("clear", CLEARS, ids=named)
+@pytest.mark.parametrize("gives_up", [gives_up_a_batch_after_unscaling, gives_up_a_batch_of_two_losses], ids=named)
+def test_gradients_that_somebody_cleared_are_gone(gives_up: Any, clear: Any, kind: Kind, fused_step: bool) -> None:
+    def program(wrap: Any, p: Any) -> None:
+        gives_up(wrap, p, clear=clear)
+
+    assert outcome(program, kind, fused_step=fused_step) == "right"
+
+
+@EVERYWHERE
+def test_a_parameters_hook_that_clips_scaled_gradients_is_refused_or_reported(kind: Kind, fused_step: bool) -> None:
+    def program(wrap: Any, p: Any) -> None:
+        opt = wrap(sgd(p))
+        p.register_hook(lambda grad: grad.clamp(-1, 1))
+        opt.backward(S(p))
+        opt.step()
+
+    if not any("hook" in told for told in Run(program, kind, polyamp.wrap_optimizer, fused_step=fused_step).told):
+        outcome(program, kind, fused_step=fused_step)
+
+
+@EVERYWHERE
+def test_a_refused_mixture_is_forgotten_when_it_is_cleared(kind: Kind, fused_step: bool) -> None:
+    def program(wrap: Any, p: Any, q: Any) -> None:
+        opt = wrap(sgd(p, q))
+        S(p).backward()
+        opt.backward(S(p))
+        with contextlib.suppress(polyamp.PolyampError):
+            opt.unscale_()  # refused, or right where the scale is 1
+        opt.zero_grad()
+        for _ in range(3):
+            opt.backward(S(q))
+            opt.step()
+            opt.zero_grad()
+
+    assert outcome(program, kind, fused_step=fused_step) == "right"
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+def test_torch_clips_a_model_that_has_nothing_to_do_with_wrapped_ones(fused_step: bool) -> None:
+    p, q, r, other = weights(4)
+    first, second = polyamp.wrap_optimizer([sgd(p, q), sgd(other)], "mixed_float16", fused_step=fused_step)
+    first.backward(S(q))
+    first.step()
+    with contextlib.suppress(polyamp.PolyampError):
+        second.backward(S(p) + S(q))
+    r.grad = torch.ones(2)
+    nn.utils.clip_grad_norm_([r], 1.0)
+    torch.testing.assert_close(r.grad.norm(), torch.tensor(1.0))
+
+
+# --- what has to be reported, and the loss scale after a loss that is not finite --------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=["", "clipping"])
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "bfloat16", "mixed_float16"])
+def test_under_every_16_bit_policy_a_loss_that_is_not_finite_skips_its_step(policy: str, options: Any) -> None:
+    (p,) = weights(1, torch.bfloat16 if policy == "bfloat16" else torch.float32)
+    opt = polyamp.wrap_optimizer(torch.optim.AdamW([p], lr=0.125), policy, **options)
+    for step in range(3):
+        before = p.detach().clone()
+        with polyamp.autocast(policy):
+            loss = S(p) * (math.inf if step == 1 else 1)
+        with pytest.warns(polyamp.PolyampWarning, match="not finite") if step == 1 else contextlib.nullcontext():
+            opt.backward(loss)
+            opt.step()
+        assert opt.last_step.applied == (step != 1)
+        assert torch.equal(p, before) == (step == 1)
+        opt.zero_grad()
+    health = polyamp.health(opt)
+    assert (health.steps, health.skipped) == (3, 1)
+    assert (opt.loss_scale == 1) == ("bfloat16" in policy)
+
+
+def test_without_a_check_health_does_not_say_that_all_is_well() -> None:
+    (p,) = weights(1)
+    opt = polyamp.wrap_optimizer(sgd(p), "mixed_bfloat16", loss_scale=LossScale.none())
+    with polyamp.autocast("mixed_bfloat16"):
+        opt.backward(S(p) * math.inf)
+    opt.step()
+    assert not p.isfinite().any()
+    assert "not checked" in str(polyamp.health(opt))
+    assert not re.search(r"\bok\b", str(polyamp.health(opt)))
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16", None])
+def test_an_optimizer_that_never_meets_a_region_is_reported_once_at_its_second_step(policy: str | None) -> None:
+    (p,) = weights(1)
+    opt = polyamp.wrap_optimizer(sgd(p), *([] if policy is None else [policy]))
+    told = []
+    for _ in range(5):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            opt.backward(S(p))
+            opt.step()
+            opt.zero_grad()
+        told.append(len(caught))
+        assert all(issubclass(one.category, polyamp.PolyampWarning) for one in caught)
+        assert all(one.filename == __file__ for one in caught)
+    assert told == [0, 1, 0, 0, 0]
+
+
+def test_an_optimizer_without_a_policy_that_meets_a_region_with_one_is_not_said_to_lack_it() -> None:
+    (p,) = weights(1)
+    with polyamp.policy("mixed_bfloat16"):
+        opt = polyamp.wrap_optimizer(sgd(p))
+    for _ in range(3):
+        with polyamp.autocast("mixed_bfloat16"):
+            loss = S(p)
+        opt.backward(loss)
+        opt.step()  # a warning would be an error here
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_loss_that_is_not_finite_lowers_the_scale_as_an_overflow_does(bad: float) -> None:
+    """In every framework alike; see docs/reference/loss_scale.md."""
+    (p,) = weights(1)
+    config = LossScale(init=64.0, interval=2)
+    opt = polyamp.wrap_optimizer(sgd(p), "mixed_float16", loss_scale=config)
+    state = config.initial_state()
+    for factor in (1.0, bad, 1.0, 1.0):
+        with polyamp.autocast("mixed_float16"):
+            loss = S(p) * factor
+        with contextlib.nullcontext() if factor == 1.0 else pytest.warns(polyamp.PolyampWarning, match="not finite"):
+            opt.backward(loss)
+            opt.step()
+        opt.zero_grad()
+        state = polyamp.advance(config, state, factor == 1.0)
+        assert config.from_state_dict(opt.state_dict()["loss_scale"]) == state

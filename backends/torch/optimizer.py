@@ -311,8 +311,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         _check_norm(max_norm)
         update_begins()
         norm = self._unscale_now(scaled).clip(max_norm)
-        if self.witness.taken_from is not None:
-            self.give_back(self.witness.taken_from)
+        if self.masters is not None and self.witness.taken_from is not None:
+            self.masters.give_back(self.witness.taken_from.factor)
         return norm
 
     @not_traced
@@ -449,8 +449,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         if finite is not False:
             torch.clear_autocast_cache()  # else an autocast region would go on using the old weights
         self.last_step = StepResult(scaler.state, finite, explain)
-        of_masters, self.flags, self._partners = self.witness.taken_from, {}, None
-        self.witness.close(left or of_masters or Scaling(scaler, 1.0))
+        self.flags, self._partners = {}, None
+        self.witness.close(left or Scaling(scaler, 1.0))
 
     def _scaled_batches(self, scaling: Scaling) -> Sequence[Batch] | None:
         """Return the calls of a step by operators alone; None if gradients have to be unscaled first, or are."""
@@ -500,10 +500,10 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         masters, witness = self.masters, self.witness
         if masters is not None:
             masters.follow(on_device=self.operators.are_used())
-            if witness.taken_from is not None:
-                masters.look_again(self.scaler.inverse(witness.taken_from.factor))
-            elif not witness.is_unscaled:
+            if not witness.is_unscaled:
                 masters.take_gradients(remember=remember)
+            elif witness.taken_from is not None:
+                masters.look_again(self.scaler.inverse(witness.taken_from.factor))
         if self.norm_group is None:
             return Gradients(self.param_groups)
         return Gradients(self.param_groups, lambda _: self.norm_group)
@@ -563,10 +563,16 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """Yield the parameters of `parameter_groups`."""
         return (param for group in self.parameter_groups() for param in group)
 
+    @torch.no_grad()
     def give_back(self, scaling: Scaling) -> None:
-        """Set the model's gradients to the masters' unscaled ones, multiplied as before: others may add to them."""
-        if self.masters is not None:
-            self.masters.give_back(scaling.factor)
+        """Multiply all gradients as those of the model were before masters took them, with what masters changed."""
+        if self.masters is None:
+            return
+        self.masters.give_back(scaling.factor)
+        own = set(map(id, self.masters.model))
+        for param in self.model_parameters():
+            if id(param) not in own and param.grad is not None:  # float32 beside 16 bits: it was divided in place
+                param.grad.mul_(scaling.factor)
 
     def test_before(self, scaler: LossScaler) -> None:
         """Test the gradients so far, if a loss of another id is about to add to them: an overflow is of one of them."""

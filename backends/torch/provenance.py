@@ -210,7 +210,7 @@ class Owner(Protocol):
         """Return the parameters that backward passes reach, by group."""
 
     def give_back(self, scaling: Scaling) -> None:
-        """Put masters' unscaled gradients back into the parameters' own, multiplied as before."""
+        """Multiply all gradients as those of the model were before masters took them, with what masters changed."""
 
     def test_before(self, scaler: LossScaler) -> None:
         """Test the gradients so far, if a loss of another id is about to add to them."""
@@ -246,12 +246,13 @@ class Witness:
 
     def close(self, scaling: Scaling) -> None:
         """Note that a step used the gradients, and left them multiplied by the factor of a scaling."""
+        taken_from = self.taken_from
         if self._is_wide and not self._stays_wide and self._noted is not None:
             self._narrow()
         self.open()
         first = next((param for param in self._parameters() if param.grad is not None), None)
         if first is not None and first.grad is not None:
-            self.scaling, self.left = scaling, Gradient.of(first, first.grad)
+            self.scaling, self.taken_from, self.left = scaling, taken_from, Gradient.of(first, first.grad)
 
     @property
     def is_consumed(self) -> bool:
@@ -260,7 +261,8 @@ class Witness:
 
     def note_unscaled(self, scaler: LossScaler, *, masters: bool) -> None:
         """Note that the gradients, or those of masters that were taken from them, were divided by their factor."""
-        self.taken_from = self.scaling if masters else None
+        if masters and not self.is_unscaled:
+            self.taken_from = self.scaling
         self.scaling, self.contributors = Scaling(scaler, 1.0), []
         self.is_unscaled, self.has_more, self.left = True, False, None
 

@@ -106,7 +106,7 @@ class InnerStep:
 def _has_scaled_gradients(optimizer: LossScaledOptimizer) -> bool:
     """Return whether the gradients are multiplied by another factor than 1, as far as this is known."""
     witness = optimizer.witness
-    scaling = witness.scaling
+    scaling = witness.presumed
     if scaling is None or scaling.factor == 1.0 or witness.is_consumed or not scaling.scaler.multiplies:
         return False
     return any(param.grad is not None for param in optimizer.model_parameters())

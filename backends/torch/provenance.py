@@ -259,6 +259,12 @@ class Witness:
         """Whether the gradients are those that the last step left."""
         return self.left is not None and self.left.is_untouched()
 
+    @property
+    def presumed(self) -> Scaling | None:
+        """The scaling of the gradients; where the hooks missed them, of the last loss of this optimizer."""
+        own = [one for one in PASSES.since(self._opened_at) if one.by is not None and one.by == id(self._owner())]
+        return own[-1] if self.scaling is None and own else self.scaling
+
     def note_unscaled(self, scaler: LossScaler, *, masters: bool) -> None:
         """Note that the gradients, or those of masters that were taken from them, were divided by their factor."""
         if masters and not self.is_unscaled:

@@ -13,51 +13,6 @@ import jax.numpy as jnp
 from polyamp.backends.jax.casting import is_floating, is_traced, merged, trainable
 
 
-class PytreeModel:
-    """A pytree whose floating-point arrays are trained. A pure function does not change it."""
-
-    held = None
-
-    def __init__(self, params: Any) -> None:
-        self.params = params
-        self.trained = trainable(params)
-
-    def build(self, trained: Any, held: None) -> Any:
-        return merged(trained, self.params)
-
-    def changes(self, built: Any) -> None:
-        return None
-
-    def accept(self, changes: None, finite: Any) -> None:
-        """Do nothing: there are no changes."""
-
-
-class NnxModel:
-    """A ``flax.nnx.Module`` whose ``nnx.Param`` variables are trained."""
-
-    # The other variables (batch-norm statistics, random-number counters) are held: they keep their dtypes. The values
-    # that the loss function assigns to them are stored in the module itself.
-
-    def __init__(self, module: Any) -> None:
-        from flax import nnx
-
-        self.nnx, self.module = nnx, module
-        parts: Any = nnx.split(module, nnx.Param, ...)
-        self.definition, self.trained, self.held = parts
-
-    def build(self, trained: Any, held: Any) -> Any:
-        """Return the argument of the loss function."""
-        return self.nnx.merge(self.definition, trained, held, copy=True)
-
-    def changes(self, built: Any) -> Any:
-        """Return a pytree of what the loss function changed in its argument."""
-        return self.nnx.state(built, self.nnx.Not(self.nnx.Param))
-
-    def accept(self, changes: Any, finite: Any) -> None:
-        """Store these changes in the module; those of floating-point values only if ``finite`` is true."""
-        self.nnx.update(self.module, _kept(self.nnx, self.held, changes, finite))
-
-
 class NnxArguments:
     """The flax NNX objects in the arguments of a function: modules, random numbers, metrics."""
 
@@ -83,9 +38,19 @@ class NnxArguments:
             leaves[place] = each
         return jax.tree.unflatten(self.tree, leaves), own
 
-    def changes(self, state: Any, own: Any) -> Any:
-        """Return a pytree of what the function changed in the objects that were built from this state."""
-        return _changes(self.nnx, state, self.nnx.state(own)) if self.objects else None
+    def contents(self, own: Any) -> dict[Any, list[Any]]:
+        """Return the arrays of these objects by their paths."""
+        flat = self.nnx.to_flat_state(self.nnx.state(own)) if self.objects else ()
+        return {path: jax.tree.leaves(variable) for path, variable in flat}
+
+    def changes(self, before: dict[Any, list[Any]], own: Any) -> Any:
+        """Return the part of the objects' state with new arrays; ``before`` are their `contents` before the call."""
+        # flax refuses to assign to a captured module, even its own value.
+        if not self.objects:
+            return None
+        now, state = self.contents(own), self.nnx.to_flat_state(self.nnx.state(own))
+        same = {path for path, arrays in now.items() if list(map(id, arrays)) == list(map(id, before.get(path, ())))}
+        return self.nnx.from_flat_state([(path, variable) for path, variable in state if path not in same])
 
     def accept(self, changes: Any, finite: Any) -> None:
         """Store these changes; those of floating-point values only if ``finite`` is true."""
@@ -126,10 +91,26 @@ def _statistic(finite: Any, new: Any, old: Any) -> Any:
     return jnp.where(finite, new, old)
 
 
-def model_of(params: Any) -> PytreeModel | NnxModel:
-    """Return ``params`` as a model. flax is considered only if the program has imported it."""
+def is_nnx_module(params: object) -> bool:
+    """Return whether an argument is a ``flax.nnx.Module``. flax is considered only if the program has imported it."""
     nnx = sys.modules.get("flax.nnx")
-    return NnxModel(params) if nnx is not None and isinstance(params, nnx.Module) else PytreeModel(params)
+    return nnx is not None and isinstance(params, nnx.Module)
+
+
+def trained_in(params: Any) -> Any:
+    """Return what is trained of an argument: the ``nnx.Param`` variables of an NNX module, the arrays of a pytree."""
+    if not is_nnx_module(params):
+        return trainable(params)
+    nnx: Any = sys.modules["flax.nnx"]
+    return nnx.state(params, nnx.Param)
+
+
+def with_trained(params: Any, trained: Any) -> Any:
+    """Return an argument with other values of what is trained; an NNX module is changed in place."""
+    if not is_nnx_module(params):
+        return merged(trained, params)
+    sys.modules["flax.nnx"].update(params, trained)
+    return params
 
 
 class Call(NamedTuple):
@@ -146,9 +127,8 @@ def as_pure(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Sequence[int] = (0,)
 ) -> Call:
     """Turn a call into one without side effects: its flax NNX modules become pytrees in the arguments and results."""
-    nnx = sys.modules.get("flax.nnx")
     owner = getattr(fn, "__self__", None)
-    method = getattr(fn, "__func__", None) if nnx is not None and isinstance(owner, nnx.Module) else None
+    method = getattr(fn, "__func__", None) if is_nnx_module(owner) else None
     objects = NnxArguments((owner if method else fn, args, kwargs))
     if not objects.objects:
         return Call(fn, args, kwargs, argnums, lambda results: results)
@@ -159,8 +139,9 @@ def as_pure(
         state, given = parameters
         given = [held if flag else other for held, other, flag in zip(given, others, flags, strict=True)]
         (own_fn, own_args, own_kwargs), own = objects.build(state, jax.tree.unflatten(tree, given))
+        before = objects.contents(own)
         results = method(own_fn, *own_args, **own_kwargs) if method else own_fn(*own_args, **own_kwargs)
-        return results, objects.changes(state, own)
+        return results, objects.changes(before, own)
 
     def accept(results: Any) -> Any:
         own, changed = results
@@ -170,21 +151,6 @@ def as_pure(
     held = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
     others = [None if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
     return Call(pure, ((objects.state, held), others), {}, (0,), accept)
-
-
-def _changes(nnx: Any, before: Any, after: Any) -> Any:
-    """Return the part of a state with new arrays: flax refuses to assign to a captured module, even its own value."""
-    old = {path: jax.tree.leaves(variable) for path, variable in nnx.to_flat_state(before)}
-
-    def is_changed(path: Any, variable: Any) -> bool:
-        now = jax.tree.leaves(variable)
-        return len(now) != len(old.get(path, ())) or any(
-            new is not was for new, was in zip(now, old[path], strict=True)
-        )
-
-    return nnx.from_flat_state(
-        [(path, variable) for path, variable in nnx.to_flat_state(after) if is_changed(path, variable)]
-    )
 
 
 def is_module(node: object) -> bool:

@@ -12,7 +12,7 @@ from polyamp.backends.jax.casting import is_array, is_traced
 from polyamp.backends.jax.gradients import all_finite
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
 from polyamp.backends.jax.graphs.rewrite import in_float32, name_of, run_rewritten
-from polyamp.backends.jax.modules import NnxArguments, model_of
+from polyamp.backends.jax.modules import NnxArguments, is_nnx_module, trained_in, with_trained
 from polyamp.backends.jax.state import LossScaleOptState, find_state
 from polyamp.errors import InvalidTypeError, InvalidValueError, no_loss
 from polyamp.policies import Policy, chosen_policy, current_policy, report_missing_scale
@@ -89,31 +89,32 @@ def unreported(
         else:
             chosen = chosen_policy(bound, "value_and_grad(fun)", stacklevel=users_level())
             report_missing_scale(state.settings, state.compute, chosen, stacklevel=users_level())
-        models = [model_of(args[place]) for place in places]
-        others = NnxArguments(([None if place in places else arg for place, arg in enumerate(args)], kwargs))
+        # NNX modules that are trained are among the objects too, as they may share variables with other arguments.
+        others = [None if place in places and not is_nnx_module(arg) else arg for place, arg in enumerate(args)]
+        objects = NnxArguments((others, kwargs))
 
-        def program(trained: list[Any], held: list[Any], other_state: Any, rest: Any) -> Any:
-            built = [model.build(*own) for model, *own in zip(models, trained, held, strict=True)]
-            (own_args, options), objects = others.build(other_state, rest)
-            own_args = [built[places.index(place)] if place in places else arg for place, arg in enumerate(own_args)]
+        def program(trained: list[Any], held: Any, rest: Any) -> Any:
+            (given, options), own = objects.build(held, rest)
+            own_args = list(given)
+            for place, params in zip(places, trained, strict=True):
+                own_args[place] = with_trained(own_args[place] if is_nnx_module(args[place]) else args[place], params)
+            before = objects.contents(own)
             loss, aux = _loss_and_aux(fun(*own_args, **options), has_aux)
-            changes = [model.changes(own) for model, own in zip(models, built, strict=True)]
-            return loss, aux, (changes, others.changes(other_state, objects))
+            return loss, aux, objects.changes(before, own)
 
         def scaled_loss(trained: list[Any]) -> tuple[jax.Array, Any]:
-            parts = (trained, [model.held for model in models], others.state, others.rest)
+            parts = (trained, objects.state, objects.rest)
             if bound is not None and bound.compute == "float32":
                 loss, aux, changes = in_float32(program, *parts)
             else:
-                loss, aux, changes = run_rewritten(program, chosen, parts, {}, name=name, argnums=(0, 1, 2))
+                loss, aux, changes = run_rewritten(program, chosen, parts, {}, name=name, argnums=(0, 1))
             return _times_scale(loss, state), (loss, aux, changes)
 
-        (_, (loss, aux, changes)), grads = jax.value_and_grad(scaled_loss, has_aux=True)([m.trained for m in models])
+        trained = [trained_in(args[place]) for place in places]
+        (_, (loss, aux, changes)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(trained)
         _report_non_finite(loss, state.settings, chosen.compute)
         finite = all_finite(grads) if state.settings.check and jax.tree.leaves(changes) else True
-        for model, own in zip(models, changes[0], strict=True):
-            model.accept(own, finite)
-        others.accept(changes[1], finite)
+        objects.accept(changes, finite)
         return ((loss, aux) if has_aux else loss), grads[0] if isinstance(argnums, int) else tuple(grads)
 
     return transformed

@@ -38,11 +38,6 @@ def is_floating(leaf: object) -> TypeGuard[Any]:
     return (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)) and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def is_trainable(leaf: object) -> TypeGuard[Any]:
-    """Return whether a leaf can have a gradient: a floating-point or complex array."""
-    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
 def is_low(leaf: object) -> TypeGuard[Any]:
     """Return whether a leaf is a floating-point array of 16 bits or fewer."""
     return is_floating(leaf) and leaf.dtype.itemsize <= 2
@@ -86,7 +81,7 @@ def _as(leaf: Any, dtype: np.dtype[Any]) -> Any:
 
 def trainable(tree: Any) -> Any:
     """Return a pytree with None for every leaf that cannot have a gradient, as ``equinox.filter`` does."""
-    return jax.tree.map(lambda leaf: leaf if is_trainable(leaf) else None, tree)
+    return jax.tree.map(lambda leaf: leaf if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact) else None, tree)
 
 
 def merged(first: Any, second: Any) -> Any:

@@ -15,7 +15,7 @@ from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.operations import OPERATIONS
 from polyamp.backends.jax.optimizer import Step
 from polyamp.backends.jax.scaling import Scaling, scaling_of
-from polyamp.backends.jax.state import LossScaleOptState, holds_state, states_in
+from polyamp.backends.jax.state import holds_state, is_of_optax, is_state, states_in
 from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import UsageError
 from polyamp.flow import decide
@@ -125,15 +125,9 @@ def _is_mean(equation: Equation) -> bool:
 
 def _low_parameters(params: Any) -> Iterator[str]:
     """Yield the names of the 16-bit arrays that do not belong to an optimizer's state."""
-    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_optimizers):
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=lambda node: is_state(node) or is_of_optax(node)):
         if is_low(leaf):
             yield gradients.name_of(path)
-
-
-def _is_optimizers(node: object) -> bool:
-    return isinstance(node, LossScaleOptState) or (
-        isinstance(node, tuple) and type(node).__module__.startswith("optax")
-    )
 
 
 def _optimizer(optimizer: Any, holder: Any) -> OptimizerState:

@@ -55,29 +55,23 @@ def _norm(leaves: list[jax.Array], axis_name: Hashable | None) -> tuple[jax.Arra
     """Return the global norm of the leaves times a factor, and this factor: 1 unless the sum of squares overflows."""
     # Both norms are computed, in one pass over the leaves. What depends on them lies behind a square root, without
     # which XLA would compute it anew for every parameter: see `computed_once`.
+    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
     wide = [jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf for leaf in leaves]
 
     def norm(factor: float) -> jax.Array:
         squares: dict[tuple[Hashable, ...], Any] = {}  # by the axes to sum over: one sum over devices for each of them
         for leaf in wide:
-            axes = _varying(leaf, axis_name)
+            axes = tuple(name for name in names if name in unstable.varying_axes(leaf))
             squares[axes] = squares.get(axes, jnp.float32(0)) + jnp.square(leaf * factor).sum()
-        whole = (_sum_over(axes, local) for axes, local in squares.items())
+        whole = (
+            jax.lax.psum(local, axes) if axes else local  # type: ignore[no-untyped-call]
+            for axes, local in squares.items()
+        )
         return jnp.sqrt(functools.reduce(jnp.add, whole, jnp.float32(0)))
 
     plain, shrunk = norm(1.0), norm(SHRINK)
     overflows = jnp.isinf(plain)
     return jnp.where(overflows, shrunk, plain), jnp.where(overflows, SHRINK, 1.0).astype(plain.dtype)
-
-
-def _sum_over(axes: tuple[Hashable, ...], value: Any) -> Any:
-    return jax.lax.psum(value, axes) if axes else value  # type: ignore[no-untyped-call]
-
-
-def _varying(value: Any, axis_name: Hashable | None) -> tuple[Hashable, ...]:
-    """Return those of the mapped axes along which a value varies."""
-    names = axis_name if isinstance(axis_name, tuple | list) else (axis_name,)
-    return tuple(name for name in names if name in unstable.varying_axes(value))
 
 
 def masters_of(params: Any, *, low: bool = False) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import jax
@@ -143,7 +143,10 @@ def find_state(holder: Any) -> LossScaleOptState:
 
 def _check_place(holder: Any) -> None:
     """Refuse a wrapped optimizer inside ``optax.MultiSteps``; warn if other transformations come before it."""
-    if any(map(holds_state, _accumulators(holder))):
+    optax = sys.modules.get("optax")
+    kinds = (LossScaleOptState,) if optax is None else (LossScaleOptState, optax.MultiStepsState)
+    nodes = jax.tree.leaves(holder, is_leaf=lambda node: isinstance(node, kinds))
+    if any(holds_state(node) for node in nodes if not is_state(node)):
         raise UsageError(
             "gradients are accumulated before they are tested: optax.MultiSteps keeps the NaN of one overflow forever, "
             "and every later step is skipped",
@@ -163,15 +166,6 @@ def _check_place(holder: Any) -> None:
         )
 
 
-def _accumulators(holder: Any) -> list[Any]:
-    """Return the states of ``optax.MultiSteps`` in a pytree, without those inside a wrapped optimizer."""
-    optax = sys.modules.get("optax")
-    if optax is None:
-        return []
-    nodes = jax.tree.leaves(holder, is_leaf=lambda node: isinstance(node, optax.MultiStepsState | LossScaleOptState))
-    return [node for node in nodes if isinstance(node, optax.MultiStepsState)]
-
-
 def _states_before(holder: Any) -> str:
     """Return the names of the states before the wrapped optimizer in ``optax.chain`` or ``named_chain``, if known."""
     found: list[str] = []
@@ -179,14 +173,15 @@ def _states_before(holder: Any) -> str:
     def look(node: Any) -> bool:
         states = list(node.values()) if type(node) is OrderedDict else node if type(node) is tuple else ()
         own = next((index for index, state in enumerate(states) if is_state(state)), 0)
-        found.extend(type(state).__name__ for state in states[:own] if _is_of_optax(state))
+        found.extend(type(state).__name__ for state in states[:own] if is_of_optax(state))
         return is_state(node)
 
     jax.tree.leaves(holder, is_leaf=look)
     return ", ".join(dict.fromkeys(found))
 
 
-def _is_of_optax(state: object) -> bool:
+def is_of_optax(state: object) -> bool:
+    """Return whether a node of a pytree is the state of an optimizer of optax."""
     return isinstance(state, tuple) and type(state).__module__.partition(".")[0] == "optax"
 
 
@@ -225,14 +220,12 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
     old = find_state(holder)
     values = old.settings.from_state_dict(saved)
     names = old._fields[: len(values)]
-    new = old._replace(
-        **{n: jax.tree.map(_filled_with(v), getattr(old, n)) for n, v in zip(names, values, strict=True)}
-    )
+    fields = {  # each keeps the shape and the devices of a replicated state
+        name: jax.tree.map(functools.partial(jnp.full_like, fill_value=value), getattr(old, name))
+        for name, value in zip(names, values, strict=True)
+    }
+    new = old._replace(**fields)
     return jax.tree.map(lambda leaf: new if is_state(leaf) else leaf, holder, is_leaf=is_state)
-
-
-def _filled_with(value: float) -> Callable[[jax.Array], jax.Array]:
-    return lambda leaf: jnp.full_like(leaf, value, dtype=leaf.dtype)  # keeps shape and devices of a replicated state
 
 
 def _on_host(state: LossScaleOptState) -> LossScaleState:

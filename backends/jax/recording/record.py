@@ -103,17 +103,13 @@ def _matched(gradients: Sequence[Record], parameters: Sequence[tuple[str, tuple[
     starts = range(len(shapes) - len(wanted) + 1)
     first = next((start for start in starts if shapes[start : start + len(wanted)] == wanted), None)
     if first is None:
-        names = [_only(shape, parameters) or f"gradient {index}" for index, shape in enumerate(wanted)]
+        known = {shape: name for name, shape in parameters if shapes.count(shape) == 1}
+        names = [known.get(shape, f"gradient {index}") for index, shape in enumerate(wanted)]
     else:
         names = [name for name, _ in parameters[first : first + len(wanted)]]
     return [
         record._replace(origin=record.origin._replace(name=name)) for record, name in zip(gradients, names, strict=True)
     ]
-
-
-def _only(shape: tuple[int, ...], parameters: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    names = [name for name, own in parameters if own == shape]
-    return names[0] if len(names) == 1 else ""
 
 
 def _observations(records: Sequence[Record], samples: Sequence[Sample]) -> tuple[Observation, ...]:
@@ -154,9 +150,10 @@ def traced_step(
     with policy:
         trace = _Trace(step, args, given)
         differentiates = unstable.has_backward(trace.program.closed)
-        if not differentiates and _is_loss(trace.results):
+        has_aux = isinstance(trace.results, tuple) and len(trace.results) == 2
+        if not differentiates and _is_scalar(trace.results[0] if has_aux else trace.results):
             args = (_holder(), *args)
-            trace = _Trace(_differentiated(step, policy, has_aux=isinstance(trace.results, tuple)), args, given)
+            trace = _Trace(_differentiated(step, policy, has_aux=has_aux), args, given)
         elif not differentiates:
             trace = _Trace(step, args, given, policy)
     closed, arrays = trace.program.closed, trace.program.arrays
@@ -204,10 +201,6 @@ def _scale_index(arrays: Sequence[Any], holder: Any) -> int | None:
         return None
     scale = find_state(holder).scalars.scale
     return next((index for index, array in enumerate(arrays) if array is scale), None)
-
-
-def _is_loss(results: Any) -> bool:
-    return _is_scalar(results[0] if isinstance(results, tuple) and len(results) == 2 else results)
 
 
 def _is_scalar(part: Any) -> bool:

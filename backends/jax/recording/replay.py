@@ -81,22 +81,12 @@ class Replay:
         finally:
             self.records = outer
 
-    def adopt(self, records: Sequence[Record], samples: Sequence[Sample]) -> None:
-        """Add the records of a part, with the samples that it returned."""
-        self.records += [record._replace(sample=own) for record, own in zip(records, samples, strict=True)]
-
-    def named(self, value: Evaluated, name: str, place: Place) -> None:
-        """Record a value to which the program gave a name, if `marked_gradients` gave it to a parameter's gradient."""
-        parameter = gradients.mark_of(name)
-        if parameter is not None:
-            self._parameter(value, parameter, place, named=True)
-
     def leave(self, values: Sequence[Evaluated], place: Place) -> list[Evaluated]:
         """Record as gradients the values of the backward pass that leave the step or go to the optimizer."""
         for value in values:
             if value.backward and id(value.array) not in self._seen:
                 self._seen[id(value.array)] = value.array
-                self._parameter(value, "", place, named=False)
+                self.parameter(value, "", place, named=False)
         return [value._replace(backward=False) for value in values]
 
     def _equation(self, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]) -> list[Evaluated]:
@@ -154,7 +144,8 @@ class Replay:
         self._add(value, place, origin, GRADIENT if place.backward else ACTIVATION)
         return value._replace(origin=origin)
 
-    def _parameter(self, value: Evaluated, name: str, place: Place, *, named: bool) -> None:
+    def parameter(self, value: Evaluated, name: str, place: Place, *, named: bool) -> None:
+        """Record a parameter's gradient."""
         origin = value.origin or Origin("", "", "keep", value.array.dtype.name)
         own = origin._replace(name=name, where="", number=next(self._numbers))
         self._add(value, place, own, PARAMETER, replaces=origin.number, named=named)
@@ -218,8 +209,9 @@ class _Part:
 
     def results(self, arrays: Sequence[Any], samples: Sequence[Sample]) -> list[Evaluated]:
         """Store the part's records, and return its outputs as values outside the function, with these arrays."""
-        self.replay.adopt(self.records, samples)
-        return [value.elsewhere()._replace(array=array) for value, array in zip(self.outputs, arrays, strict=True)]
+        self.replay.records += [one._replace(sample=own) for one, own in zip(self.records, samples, strict=True)]
+        outputs = [value.elsewhere() for value in self.outputs]
+        return _around(outputs, arrays)
 
 
 def _scan(replay: Replay, equation: Any, values: list[Evaluated], place: Place) -> list[Evaluated]:
@@ -227,7 +219,7 @@ def _scan(replay: Replay, equation: Any, values: list[Evaluated], place: Place) 
     fixed, carried = unstable.loop_parts(params)
     constants, moving = values[:fixed], _scaled_alike(values[fixed:])
     initial, stacked = moving[:carried], moving[carried:]
-    part = _Part(replay, params["jaxpr"], place.repeated(params["length"]))
+    part = _Part(replay, params["jaxpr"], place._replace(turns=place.turns * params["length"]))
 
     def body(carry: list[Any], slices: list[Any]) -> tuple[list[Any], Any]:
         arrays, samples = part.run([*constants, *_around(initial, carry), *_around(stacked, slices)])
@@ -308,7 +300,9 @@ def _shard_map(replay: Replay, equation: Any, values: list[Evaluated], place: Pl
 
 
 def _name(replay: Replay, equation: Any, values: list[Evaluated], place: Place) -> None:
-    replay.named(values[0], equation.params["name"], place)
+    parameter = gradients.mark_of(equation.params["name"])
+    if parameter is not None:
+        replay.parameter(values[0], parameter, place, named=True)
 
 
 HANDLERS: dict[str, Handler] = {

@@ -75,10 +75,6 @@ class Place(NamedTuple):
             self.turns,
         )
 
-    def repeated(self, times: int) -> Place:
-        """Return the same place, inside a loop."""
-        return self._replace(turns=self.turns * times)
-
 
 _LOW = frozenset({np.dtype("float16"), np.dtype(jnp.bfloat16)})
 

@@ -13,8 +13,9 @@ import runpy
 import sys
 import sysconfig
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
@@ -25,7 +26,6 @@ from typing import Any, NoReturn
 
 import polyamp
 from polyamp.errors import InvalidValueError, UsageError, warn_once
-from polyamp.plan import PlannedOperation
 from polyamp.policies import Policy
 
 _FOLDERS = {Path(polyamp.__file__).parent, Path(polyamp.__file__).parent / "backends"}
@@ -45,9 +45,9 @@ class Session:
         self.holders: list[Any] = []  # wrapped optimizers and scalers, whose health is reported
         self.interfaces: list[dict[str, str]] = []  # mixed precision of the script's own, and the lines that use it
         self.supplied: list[str] = []
-        self.operations: list[PlannedOperation] = []  # what ran in which format
+        self.operations = Counter[tuple[str, str]]()  # names and formats of what ran
         self.refusal: UsageError | None = None  # stays here if the script catches it
-        self._undo: list[Callable[[], object]] = []
+        self._undo = ExitStack()
 
     def found(self, interface: str) -> None:
         """Record that the script uses mixed precision of its own; refuse it under a policy."""
@@ -94,12 +94,11 @@ class Session:
 
     def at_end(self, undo: Callable[[], object]) -> None:
         """Call a function after the run and its report, in the reverse order of these calls."""
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
     def close(self) -> None:
         """Undo what was changed for this run."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
 
 _current: Session | None = None

@@ -39,13 +39,6 @@ def framework() -> Adapter:
     return adapter_named(BACKEND)
 
 
-def script_loops() -> Any:
-    """Return the module that scales the loops of a script under `polyamp run`; on TensorFlow only."""
-    from polyamp.backends.tensorflow import run
-
-    return run
-
-
 def describe() -> dict[str, Any]:
     """Return version and backend; the backend's own adapter describes the devices."""
     return {

@@ -17,6 +17,7 @@ import functools
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import ModuleType
@@ -34,8 +35,7 @@ from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.recording.mode import operator_of
-from polyamp.backends.torch.user_code import is_users, users_line
-from polyamp.plan import PlannedOperation
+from polyamp.backends.torch.user_code import is_users
 from polyamp.policies import Policy
 from polyamp.run import Session, current
 
@@ -137,7 +137,7 @@ def _run_models_under(session: Session, policy: Policy) -> None:
                 _refuse_low(session, module.parameters(), "parameters")
                 if "torch._dynamo" in sys.modules:  # compiled modules run eagerly once, so that operations are seen
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
-                stack.enter_context(_Recorder(session.operations, policy))
+                stack.enter_context(_Recorder(session.operations))
             stack.enter_context(polyamp.autocast(policy, backend="torch"))
             out = original(module, *args, **kwargs)
         return map_leaves(widened, out, others=functools.partial(refuse_hidden, type(module).__name__))
@@ -159,9 +159,9 @@ def _run_models_under(session: Session, policy: Policy) -> None:
 class _Recorder(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations that run, with the formats of their results."""
 
-    def __init__(self, operations: list[PlannedOperation], policy: Policy) -> None:
+    def __init__(self, operations: Counter[tuple[str, str]]) -> None:
         super().__init__()
-        self._operations, self._policy = operations, policy
+        self._operations = operations
 
     @unstable.never_compiled
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,10 +169,7 @@ class _Recorder(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
         operator = operator_of(op)
         made = [one for one in leaves(out) if isinstance(one, Tensor) and one.is_floating_point()]
         if made and operator.computes:
-            ran_in, decided = str(made[0].dtype).removeprefix("torch."), self._policy.decide(operator.name, "")
-            self._operations.append(
-                PlannedOperation(operator.name, operator.native, users_line(), decided.op_class, ran_in, decided.reason)
-            )
+            self._operations[operator.name, str(made[0].dtype).removeprefix("torch.")] += 1
         return out
 
 

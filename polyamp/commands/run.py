@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,13 +12,10 @@ import typer
 
 from polyamp.diagnosis.health import health
 from polyamp.errors import InvalidValueError
-from polyamp.plan import Plan
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report
 from polyamp.run import Finder, NoScriptError, Session, execute, is_script, running
-
-_ROWS = 12  # operations in the table; the JSON has all
 
 PolicyName = Annotated[
     str | None, typer.Option("--policy", help="Train under this policy, by name. Without it only shims are installed.")
@@ -105,7 +101,9 @@ class _RunReport(Report):
     def __init__(self, session: Session, target: str, arguments: Sequence[str], error: BaseException | None) -> None:
         self._session, self._script, self._arguments, self._error = session, target, list(arguments), error
         self._health = [health(one) for one in session.holders]
-        self._plan = Plan(str(session.policy), tuple(session.operations))
+        self._ran: dict[str, dict[str, int]] = {}
+        for (name, form), count in session.operations.most_common():
+            self._ran.setdefault(name, {})[form] = count
 
     def as_dict(self) -> dict[str, Any]:
         session = self._session
@@ -116,7 +114,7 @@ class _RunReport(Report):
             "exit": self._exit(),
             "supplied": sorted(set(session.supplied)),
             "interfaces": session.interfaces,
-            "plan": self._plan.as_dict() if session.operations else None,
+            "operations": self._ran,
             "health": [one.as_dict() for one in self._health],
             "refusal": None if session.refusal is None else str(session.refusal),
             "verdicts": self._verdicts(),
@@ -130,12 +128,7 @@ class _RunReport(Report):
         return "\n".join([*lines, *(f"loss scale: {one}" for one in self._health)])
 
     def rows(self) -> list[tuple[str, ...]]:
-        counted: dict[str, Counter[str]] = {}
-        for one in self._session.operations:
-            counted.setdefault(one.name, Counter())[one.format] += 1
-        most = sorted(counted.items(), key=lambda item: -item[1].total())
-        rows = [(name, ", ".join(f"{form} {count}" for form, count in formats.items())) for name, formats in most]
-        rows[_ROWS:] = [(f"{len(rows) - _ROWS} more", "--report FILE lists them")] if len(rows) > _ROWS else []
+        rows = [(name, ", ".join(f"{form} {count}" for form, count in ran.items())) for name, ran in self._ran.items()]
         return [("operation", "ran in"), *rows] if rows else []
 
     def sentences(self) -> list[str]:
@@ -150,7 +143,7 @@ class _RunReport(Report):
                 verdicts.append(f"Loss scaling: {one.why}. {one.finding}")
         low = {"float16", "bfloat16"}
         wants_low = session.policy is not None and session.policy.compute in low and self._error is None
-        if wants_low and not low & self._plan.totals["by_format"].keys():
+        if wants_low and not low & {form for _, form in session.operations}:
             verdicts.append(
                 "Nothing ran in 16 bits: nothing changed. Processes that the script starts itself are not followed: "
                 "start them with torchrun."

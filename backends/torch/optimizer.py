@@ -533,6 +533,10 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def _over_ranks(self, bad: Tensor) -> Tensor:
         """Combine the flags of this step, and of each loss if there are several, over the ranks."""
+        if not self.is_alone and self.scalers.others:  # all ranks combine the same losses, also those that reached some
+            recent = self.witness.recent_scalers()
+            own = {each: self.flags.get(each, bad * 0) for each in self.scalers if each in self.flags or each in recent}
+            self.flags = own | self.flags
         if len(self.flags) < 2:
             bad, self._overflowed = any_rank(bad, self.process_group)
             return bad

@@ -259,6 +259,10 @@ class Witness:
         """Whether the gradients are those that the last step left."""
         return self.left is not None and self.left.is_untouched()
 
+    def recent_scalers(self) -> list[LossScaler]:
+        """Return the loss scalers of passes since the last step, whether they reached the gradients or not."""
+        return [one.scaler for one in PASSES.since(self._opened_at)]
+
     @property
     def presumed(self) -> Scaling | None:
         """The scaling of the gradients; where the hooks missed them, of the last loss of this optimizer."""

@@ -19,22 +19,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 import polyamp
-from polyamp.errors import InvalidValueError, UsageError, warn_once
+from polyamp.errors import UsageError, warn_once
 from polyamp.policies import Policy
 
 _FOLDERS = {Path(polyamp.__file__).parent, Path(polyamp.__file__).parent / "backends"}
 _OURS = tuple(f"{one}/" for folder in _FOLDERS for one in (folder, folder.resolve()))
 _PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
 _MISSING = object()
-# Libraries that run the loop and choose the precision themselves.
-_TRAINERS = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers.trainer"}
-_TRAINERS |= {"deepspeed", "composer", "fairscale", "ignite", "colossalai"}
 
 
 class Session:
@@ -164,13 +160,6 @@ class Finder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return what the other finders find, or the spec of a module that polyamp supplies."""
-        if self._session.policy is not None and fullname in _TRAINERS and self._is_for_the_script(fullname):
-            self._session.refuse(
-                f"{fullname} runs the training loop and chooses the precision itself",
-                found=f"import {fullname}",
-                fix="use a plugin of polyamp.backends.torch.integrations (lightning, accelerate, transformers), or the "
-                "library's own setting for precision, without --policy",
-            )
         others = [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
         spec = next((spec for one in others if (spec := one.find_spec(fullname, path, target)) is not None), None)
         is_missing = spec is None or spec.origin is None  # a folder without code, such as a checkout, is not a package
@@ -232,30 +221,13 @@ class _Loaded(Loader):
         module.__spec__ = self._spec or module.__spec__  # the import system has set another one
 
 
-class NoScriptError(InvalidValueError):
-    """There is no such file or module."""
-
-    def __init__(self, found: str) -> None:
-        super().__init__(
-            "there is no such script",
-            where="polyamp run",
-            found=found,
-            allowed="a Python file, or a folder with __main__.py; after -m the name of a module",
-            fix="options of polyamp run come before the script, the script's own after it",
-        )
-
-
 def execute(target: str, arguments: Sequence[str], is_module: bool) -> None:
     """Run the code as ``__main__``, with its arguments and its folder on ``sys.path``."""
     file = Path(target).absolute()
-    if not is_module and not file.is_file() and not (file / "__main__.py").is_file():
-        raise NoScriptError(target)
     before, sys.argv, sys.path = (sys.argv, sys.path), [target, *arguments], list(sys.path)
     if not sys.flags.safe_path and (is_module or file.is_file()):  # runpy adds a folder itself
         sys.path[0] = str(Path.cwd() if is_module else file.resolve().parent)
     try:
-        if is_module and find_spec(target.partition(".")[0]) is None:
-            raise NoScriptError(f"-m {target}")
         if is_module:
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:

@@ -15,7 +15,7 @@ from polyamp.errors import InvalidValueError
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report
-from polyamp.run import Finder, NoScriptError, Session, execute, is_script, running
+from polyamp.run import Finder, Session, execute, is_script, running
 
 PolicyName = Annotated[
     str | None, typer.Option("--policy", help="Train under this policy, by name. Without it only shims are installed.")
@@ -40,6 +40,14 @@ def run(
 
     The report goes to standard error. The exit code is the script's; it is 1 if the script cannot be run safely.
     """
+    if not is_module and not Path(script).is_file() and not Path(script, "__main__.py").is_file():
+        raise InvalidValueError(
+            "there is no such script",
+            where="polyamp run",
+            found=script,
+            allowed="a Python file, or a folder with __main__.py; after -m the name of a module",
+            fix="options of polyamp run come before the script, the script's own after it",
+        )
     if report is not None and not report.absolute().parent.is_dir():
         raise InvalidValueError(
             "the report cannot be written there",
@@ -74,8 +82,6 @@ def run_script(
         try:
             Finder(session).install()
             execute(target, arguments, is_module)
-        except NoScriptError:
-            raise
         except BaseException as raised:
             error = raised
         if os.environ.get("RANK", "0") == "0":  # of the ranks that torchrun starts, the first one reports

@@ -93,6 +93,11 @@ def test_the_exit_code_is_the_scripts(code: str, expected: int) -> None:
     assert command(write("train.py", code)).exit_code == expected
 
 
+def test_a_module_that_does_not_exist_fails_as_python_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert isinstance(run_script("absent_module", is_module=True), ImportError)
+    assert "No module named absent_module" in capsys.readouterr().err
+
+
 def test_an_error_has_the_traceback_of_the_script_alone(capsys: pytest.CaptureFixture[str]) -> None:
     write(
         "train.py",
@@ -134,10 +139,10 @@ def test_a_thread_that_still_runs_is_part_of_the_script() -> None:
     sys.modules.pop("pool_of_tests").shutdown()  # type: ignore[attr-defined]  # it did not hold the run
 
 
-@pytest.mark.parametrize("words", [("absent.py",), ("-m", "absent_module"), ("empty",)])
-def test_a_script_that_does_not_exist_is_refused(words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("name", ["absent.py", "empty"])
+def test_a_script_that_does_not_exist_is_refused(name: str) -> None:
     Path("empty").mkdir()
-    result = command(*words)
+    result = command(name)
     assert isinstance(result.exception, InvalidValueError)
     assert "no such script" in str(result.exception)
 

@@ -181,27 +181,6 @@ def test_mixed_precision_of_its_own_is_reported_without_a_policy_and_refused_wit
     assert current() is None
 
 
-@pytest.mark.parametrize(
-    "code",
-    ["from lightning.pytorch import Trainer", "import accelerate", "import transformers\ntransformers.Trainer"],
-)
-def test_a_trainer_is_refused_where_the_script_imports_it(
-    code: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packages = folder / "dist-packages"
-    lazy = "import accelerate, importlib\ndef __getattr__(name):\n importlib.import_module('transformers.trainer')"
-    write(packages, {"transformers/__init__.py": lazy, "transformers/trainer.py": "", "accelerate.py": ""})
-    monkeypatch.syspath_prepend(packages)
-    for name in [name for name in sys.modules if name.startswith(("accelerate", "lightning", "transformers"))]:
-        monkeypatch.delitem(sys.modules, name)
-    policies = policy("mixed_float16")
-    run("import transformers", Session(policies))  # which imports accelerate itself
-    sys.modules.pop("accelerate")
-    with pytest.raises(UsageError, match=r"backends\.torch\.integrations") as refused:
-        run(code, Session(policies))
-    assert "/script/train.py:" in str(refused.value)
-
-
 def test_what_a_session_replaces_is_put_back() -> None:
     class Base:
         first = 1

@@ -121,11 +121,6 @@ def test_weights_that_are_normalised_are_no_norms() -> None:
     assert model(torch.ones(2, 4)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("norm", [*NORMS, lambda _: Kept()])
-def test_pure_policies_lower_them_and_what_authors_keep(norm: Any) -> None:
-    assert formats(polyamp.convert(nn.Sequential(norm(4)), "bfloat16")) == {torch.bfloat16}
-
-
 @pytest.mark.parametrize("rule", ["1", "rms_norm"])
 def test_a_rule_of_the_users_wins(rule: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), LlamaRMSNorm(4))

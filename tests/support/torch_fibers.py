@@ -39,11 +39,6 @@ def operators_on_fibers(cache: Path) -> None:
     library.with_name(extension.BUILT).write_text("on fibers")
 
 
-def faults_program(folder: Path) -> Path:
-    """Build the program of small correct and faulty kernels."""
-    return _link(folder / "faults", [_object(folder, FIBERS / name) for name in ("faults.cpp", "fiber.cpp")])
-
-
 def races_program(folder: Path) -> Path:
     """Build the sanitizers' program on fibers, with ThreadSanitizer on the kernels only."""
     objects = [

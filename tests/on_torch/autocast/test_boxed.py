@@ -22,9 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
 from polyamp.backends.torch.autocast import behaviours, boxed
-from polyamp.backends.torch.autocast.behaviours import registered
 from polyamp.backends.torch.autocast.regions import Region
-from polyamp.backends.torch.unstable import AutocastKey, is_composite, schema_arguments
+from polyamp.backends.torch.unstable import AutocastKey, is_composite
 from polyamp.operations import CLASSES
 from support.harness_torch import casts_of
 
@@ -55,10 +54,7 @@ def test_the_compiled_kernels_are_in_use() -> None:
 
 @pytest.fixture(scope="module")
 def samples() -> Samples:
-    """Calls of overridable operators; those that no sample of PyTorch's reaches get arguments that are made up.
-
-    The latter are fake: most are refused, and real kernels might not look at them before.
-    """
+    """Calls of the overridable operators that a sample of PyTorch's reaches."""
     found: Samples = {}
     with polyamp.autocast(polyamp.policy("mixed_bfloat16", rules={"*": "full"})):
         pass  # from here on polyamp's kernels are registered for all of them
@@ -73,10 +69,6 @@ def samples() -> Samples:
         recorder._destroy()
     assert len(found) > 400
     del found["aten::empty_like"]  # whose result is any
-    with FakeTensorMode():
-        for name in behaviours.operators_of("*"):
-            if name not in found and name != "aten::empty_like":
-                found[name] = made_up(name)
     return found
 
 
@@ -103,30 +95,6 @@ def run_samples(info: Any) -> None:
         for variant in (info.op, *(alias.op for alias in info.aliases)):
             with contextlib.suppress(RuntimeError, TypeError, ValueError, NotImplementedError):
                 variant(sample.input, *sample.args, **sample.kwargs)
-
-
-MADE_UP = {
-    "Tensor": lambda: torch.rand(2, 4, 4, 4),
-    "List[Tensor]": lambda: [torch.rand(4, 4), torch.rand(4, 4)],
-    "List[Optional[Tensor]]": lambda: [torch.tensor([0, 1])],
-    "int": lambda: 1,
-    "float": lambda: 0.5,
-    "bool": lambda: False,
-    "number": lambda: 2,
-    "List[int]": lambda: [1, 1],
-    "List[float]": lambda: [1.0, 1.0],
-    "str": lambda: "fro",
-}
-
-
-def made_up(name: str) -> list[Call]:
-    """Arguments of the right types; none where there are other types."""
-    arguments = [one for one in schema_arguments(behaviours.overload_named(name)) if not one.has_default_value()]
-    if any(str(one.type) not in MADE_UP and "Optional" not in str(one.type) for one in arguments):
-        return []
-    values = [(one, MADE_UP.get(str(one.type), lambda: None)()) for one in arguments]
-    args = tuple(value for one, value in values if not one.kwarg_only)
-    return [(args, {one.name: value for one, value in values if one.kwarg_only})]
 
 
 class Seen(TorchDispatchMode):
@@ -216,27 +184,6 @@ def test_every_operator_does_what_the_kernels_in_python_do(samples: Samples, op_
 def excluded(run: Any, *args: Any) -> Any:
     with KEY.excluded():
         return run(*args)
-
-
-@pytest.mark.parametrize("types", TYPES)
-@pytest.mark.filterwarnings("ignore")
-def test_where_no_rule_is_about_them_operators_run_natively(samples: Samples, types: str) -> None:
-    """Operators that native autocast does not list; the others run in its own kernels, which polyamp's call."""
-
-    def natively(name: str) -> Any:
-        return None if name in registered("cpu") else lambda *args, **kwargs: passed_by(name, *args, **kwargs)
-
-    with torch.autocast("cpu", torch.bfloat16):
-        assert differing(samples, types, natively) == []
-
-
-def passed_by(name: str, *args: Any, **kwargs: Any) -> Any:
-    passing = torch.library.Library("aten", "IMPL")
-    passing.impl(name, torch.library.fallthrough_kernel, KEY.name)
-    try:
-        return behaviours.overload_named(name)(*args, **kwargs)
-    finally:
-        passing._destroy()
 
 
 # Casts of weights.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import polyamp
 from support.torch_waits import waits_are_errors
@@ -38,29 +37,6 @@ def test_rules_hold_on_the_gpu_and_float16_meets_bfloat16() -> None:
         assert torch.softmax(x, -1).dtype == torch.float16
         assert torch.exp(x.half()).dtype == torch.float32
         assert torch.atan2(x.half(), x.bfloat16()).dtype == torch.float32
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_functions_run_again_as_they_ran(reentrant: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Module()
-    model.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-    model.to("cuda")
-
-    def whole(x: Tensor) -> Tensor:
-        for layer in model.layers:
-            x = torch.softmax(layer(x), -1)
-        return x
-
-    def gradients(checkpointed: bool) -> list[Tensor]:
-        model.zero_grad()
-        x = torch.ones(4, 8, device="cuda", requires_grad=True)
-        with polyamp.autocast(LOWER):
-            y = checkpoint(whole, x, use_reentrant=reentrant) if checkpointed else whole(x)
-        (y.float() ** 2).sum().backward()
-        return [x.grad, *(parameter.grad for parameter in model.parameters())]
-
-    assert all(map(torch.equal, gradients(True), gradients(False)))
 
 
 def test_an_update_inside_a_region_is_seen_without_a_sync() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from polyamp.backends.torch.extension import CSRC
 from support.own_process import run_tests
-from support.torch_fibers import RACE, faults_program, look_for_races, operators_on_fibers, races_program, run
+from support.torch_fibers import RACE, look_for_races, operators_on_fibers, races_program
 
 pytestmark = pytest.mark.compilers
 
@@ -36,16 +36,8 @@ def synchronizations() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return faults_program(tmp_path_factory.mktemp("faults"))
-
-
-@pytest.fixture(scope="module")
 def races(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return races_program(tmp_path_factory.mktemp("races"))
-
-
-# The kernels.
 
 
 def test_the_operators_pass_their_tests_on_fibers(tmp_path: Path, pytestconfig: pytest.Config) -> None:
@@ -54,7 +46,6 @@ def test_the_operators_pass_their_tests_on_fibers(tmp_path: Path, pytestconfig: 
     run_tests(
         HERE / "test_kernels.py",
         "torch",
-        HERE / "test_random_steps.py",
         *("-k", "compiled or not reference"),
         *("--hypothesis-seed=0", f"--hypothesis-profile={profile}"),
         POLYAMP_CACHE=str(tmp_path),
@@ -88,33 +79,3 @@ def is_told_of(done: subprocess.CompletedProcess[str]) -> bool:
 
 def has_refused(done: subprocess.CompletedProcess[str]) -> bool:
     return done.returncode == -signal.SIGABRT and done.stderr.startswith("fibers: ")
-
-
-# The fibers.
-
-
-@pytest.mark.parametrize("kernel", ["right", "never_written"])
-def test_a_right_kernel_ends_and_shared_memory_begins_as_rubbish(faults: Path, kernel: str) -> None:
-    done = run([faults, kernel])
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize(
-    ("kernel", "message"),
-    [
-        ("two_barriers", r"is at another barrier than thread \d+, which waits at faults\.cpp:\d+ \(faults\.cpp:\d+\)"),
-        ("ended_before_the_barrier", r"stands still:\n(.*waits at faults.*\n){70}.*thread 70, which has ended\n"),
-        ("ended_before_the_shuffle", r"(.*waits for its warp at faults.*\n){6}.*thread 70, which has ended\n"),
-        ("two_shuffles", r"is at another shuffle than faults\.cpp:\d+ \(faults\.cpp:\d+\)"),
-        ("two_masks", r"has another mask than the rest of its warp \(faults"),
-        ("not_in_its_mask", r"is not in its own mask \(faults"),
-        ("from_outside_its_mask", r"shuffles from a lane outside its mask \(faults"),
-        ("misaligned_read", r"makes a misaligned access \(vectors\.h"),
-        ("misaligned_streaming_read", r"makes a misaligned access \(vectors\.h"),
-        ("misaligned_write", r"makes a misaligned access \(vectors\.h"),
-    ],
-)
-def test_what_would_hang_or_be_undefined_on_a_gpu_is_refused(faults: Path, kernel: str, message: str) -> None:
-    done = run([faults, kernel])
-    assert has_refused(done), done.stderr
-    assert re.search(message, done.stderr)

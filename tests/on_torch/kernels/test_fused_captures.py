@@ -179,26 +179,6 @@ def test_optimizers_that_share_a_loss_scale_have_workspaces_of_their_own(device:
     }  # fmt: skip
 
 
-@pytest.mark.gpu
-def test_steps_on_two_streams_at_once_leave_their_tickets_at_zero() -> None:
-    model = nn.ParameterList([torch.ones(3_000_000, device="cuda"), torch.ones(500_000, device="cuda")])
-    opts = sharing(model)
-    streams = [torch.cuda.Stream() for _ in opts]
-    for _ in range(20):
-        for opt in opts:
-            opt.zero_grad()
-        opts[0].backward(model[0].sum() + model[1].sum())
-        for opt, stream in zip(opts, streams, strict=True):
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                opt.step()
-        torch.cuda.synchronize()
-    for opt in opts:
-        (scratch,) = opt.operators._scratch.values()
-        assert scratch.workspace[-1] == 0
-    assert all(param.isfinite().all() for param in model)
-
-
 # Gradients as DistributedDataParallel leaves them.
 
 

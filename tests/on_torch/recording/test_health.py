@@ -103,16 +103,3 @@ def test_losses_with_scales_of_their_own_count_apart(fused_step: bool | None) ->
         opt.zero_grad()
     assert (health(opt).steps, health(opt).skipped) == (2, 0)
     assert opt.scalers["second"].state[:5] == walk(CONFIG, [False] * 2)[-1][:5]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fused_step", [False, True])
-def test_on_a_gpu_the_counters_stay_there_until_they_are_read(fused_step: bool) -> None:
-    weight = torch.ones(4, device="cuda", requires_grad=True)
-    sgd = torch.optim.SGD([weight], lr=0.1, fused=True)
-    opt = polyamp.wrap_optimizer(sgd, "mixed_float16", loss_scale=CONFIG, fused_step=fused_step)
-    for finite in read(TRACE):
-        opt.backward(weight.sum() * (1.0 if finite else 1e36))
-        opt.step()
-        opt.zero_grad()
-    assert health(opt) == expected(TRACE)

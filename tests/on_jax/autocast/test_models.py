@@ -23,11 +23,8 @@ from support.jax_scenarios import (
     assert_close,
     assert_mixed,
     dots,
-    formats,
-    low,
     normal,
     relative_error,
-    trace,
 )
 from support.jax_scenarios import quickly_compiled as quickly_compiled
 
@@ -267,11 +264,3 @@ def test_equinox_models_with_static_leaves(how: str) -> None:
     plain = eqx.filter_grad(lambda model: model(X).sum())(model).linear.weight if how == "filter_grad" else model(X)
     assert_close(ways[how](), plain, BF16)
     assert relative_error(ways[how](), plain) > 0
-
-
-def test_exponentials_of_a_transformer_are_float32_and_its_stream_is_low() -> None:
-    loss, args = model_of("linen transformer")
-    mixed = polyamp.autocast(loss, BF16)
-    assert formats(mixed, *args, of=("exp", "log", "rsqrt")) == {"float32"}
-    wide = [op for op in trace(mixed, *args) if op.name == "add" and op.outputs[0].shape == (4, 10, 32)]
-    assert {low(BF16)} in [op.floats for op in wide]

@@ -163,15 +163,13 @@ def test_a_rule_that_matches_nothing_is_reported_once(rule: str) -> None:
     assert rule in str(plan)
 
 
-@pytest.mark.parametrize("precision", ["high", "highest", lax.Precision.HIGHEST, ("highest", "default")])
+WISHES = ["high", "highest", lax.Precision.HIGHEST, ("highest", "default")]
+
+
+@pytest.mark.parametrize("precision", [*WISHES, None, "default", lax.Precision.DEFAULT])
 def test_precision_that_was_asked_for(precision: Any) -> None:
     mixed = polyamp.autocast(lambda x: jnp.matmul(x, W, precision=precision) @ W, BF16)
-    assert dots(mixed, X) == [FULL, LOW]
-
-
-@pytest.mark.parametrize("precision", [None, "default", lax.Precision.DEFAULT])
-def test_default_precision_is_no_wish(precision: Any) -> None:
-    assert dots(polyamp.autocast(lambda x: jnp.matmul(x, W, precision=precision), BF16), X) == [LOW]
+    assert dots(mixed, X) == [FULL if precision in WISHES else LOW, LOW]
 
 
 def test_precision_from_the_context() -> None:

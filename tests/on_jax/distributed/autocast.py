@@ -58,16 +58,6 @@ def test_shardings_of_a_jit_are_kept() -> None:
     assert dots(polyamp.autocast(inner, BF16), MLP["w1"], X) == [{"bfloat16"}]
 
 
-def test_automatic_sharding_with_constraints() -> None:
-    sharded = NamedSharding(mesh(), P("data"))
-
-    def fn(p: Any, x: Any) -> Any:
-        return mlp(p, lax.with_sharding_constraint(x @ jnp.eye(8), sharded))
-
-    grads = jax.jit(jax.grad(polyamp.autocast(fn, BF16)))(MLP, jax.device_put(X, sharded))
-    assert_close(jax.device_get(grads), jax.device_get(jax.grad(mlp)(MLP, X)), BF16)
-
-
 def test_explicit_sharding() -> None:
     explicit = mesh(jax.sharding.AxisType.Explicit)
     with jax.set_mesh(explicit):

@@ -81,10 +81,6 @@ def kept(held: Tree) -> Tree:
     return held[0], held[1].inner_state, held[1].master_weights
 
 
-def test_there_are_two_processes_with_two_devices() -> None:
-    assert (jax.process_count(), jax.local_device_count(), jax.device_count()) == (2, 2, 4)
-
-
 @pytest.mark.parametrize("params", [LAYOUTS, FSDP], ids=["by model", "by data and model"])
 def test_an_overflow_in_one_process_skips_the_step_in_both(params: Tree) -> None:
     layout = layout_of(params)

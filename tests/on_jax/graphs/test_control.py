@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,17 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 import polyamp
 from support.jax_scenarios import (
-    CELL,
     MODES,
-    SEQUENCE,
     assert_close,
     assert_mixed,
     dots,
     normal,
-    only,
     residuals,
-    rnn,
-    trace,
 )
 from support.jax_scenarios import quickly_compiled as quickly_compiled
 
@@ -213,18 +207,6 @@ def test_carried_values_keep_their_traced_types(loop: str) -> None:
     mixed = polyamp.autocast(fn, "mixed_float16")
     assert {"float16"} in dots(mixed, X)
     assert_close(mixed(X), fn(X), BF16)
-
-
-@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": 4}], ids=str)
-def test_weights_are_cast_inside_of_the_loop(options: Any) -> None:
-    """The transposed loop adds up the weights' gradients in float32; a cast before the loop would make them 16 bits."""
-    mixed = jax.grad(polyamp.autocast(rnn, BF16))
-    shapes = {leaf.shape for leaf in jax.tree.leaves(CELL)}
-    scans = only(trace(partial(mixed, **options), CELL, SEQUENCE), "scan")
-    carried = [aval for op in scans if "transpose" in op.path for aval in op.outputs if aval.shape in shapes]
-    assert len(carried) == 3
-    assert {aval.dtype.name for aval in carried} == {"float32"}
-    assert_close(mixed(CELL, SEQUENCE, **options), jax.grad(rnn)(CELL, SEQUENCE, **options), BF16)
 
 
 def test_a_scan_without_inputs_or_turns() -> None:

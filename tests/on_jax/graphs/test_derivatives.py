@@ -200,28 +200,11 @@ def remembering(told: bool) -> Any:
     return product
 
 
-def batched_by_hand(told: bool) -> Any:
-    """``custom_vmap`` does not have a reverse derivative, so it is inside a custom one."""
-
-    @jax.custom_batching.custom_vmap
-    def plain(w: Any, x: Any) -> Any:
-        return x @ w
-
-    @plain.def_vmap
-    def rule(size: int, batched: Any, w: Any, x: Any) -> Any:
-        return x @ w, True
-
-    product = jax.custom_vjp(plain)
-    product.defvjp(lambda w, x: (plain(w, x), x), lambda x, g: (x.T @ g, None))
-    return product
-
-
 ENTERED = {
     "custom_vjp": with_zeros_vjp,
     "custom_jvp": with_zeros_jvp,
     "equinox": by_equinox,
     "optimize_remat": remembering,
-    "custom_vmap": batched_by_hand,
 }
 
 

@@ -124,21 +124,6 @@ def test_an_equinox_module_is_differentiated() -> None:
     assert places(recording, PARAMETER) == [f"layers/{i}/{part}" for i in (0, 1) for part in ("weight", "bias")]
 
 
-def test_an_equinox_step_is_recorded() -> None:
-    model = eqx.nn.MLP(8, 3, 4, 1, key=KEY)
-    tx = optax.sgd(0.1)
-
-    @eqx.filter_jit
-    def step(model: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> Any:
-        loss, grads = eqx.filter_value_and_grad(lambda m: jnp.square(jax.vmap(m)(x) - y).mean())(model)
-        updates, opt_state = tx.update(grads, opt_state, model)
-        return eqx.apply_updates(model, updates), opt_state, loss
-
-    recording = record(step, model, tx.init(eqx.filter(model, eqx.is_array)), X, Y)
-    assert len(places(recording, PARAMETER)) == 4
-    assert recording.loss is not None
-
-
 def test_every_device_of_a_mapped_step_is_looked_at() -> None:
     tx = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16, axis_name="data")
     mesh = Mesh(np.array(jax.devices()), ("data",))

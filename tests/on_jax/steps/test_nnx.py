@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 
 import polyamp
 
@@ -95,19 +94,6 @@ def test_modules_by_argnums_are_both_differentiated() -> None:
     exact = nnx.grad(loss, argnums=(0, 2))(first, GOOD, second)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
         np.testing.assert_allclose(one / 16, other, rtol=2e-2, atol=1e-3)
-
-
-def test_counters_of_flax_count_skipped_steps_and_those_of_the_state_do_not() -> None:
-    tx = polyamp.wrap_optimizer(optax.adam(0.1), POLICY)
-    model = nnx.Linear(2, 1, use_bias=False, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    train_state = TrainState.create(apply_fn=None, params={"w": jnp.ones(2)}, tx=tx)
-    for value in (1.0, jnp.inf, 1.0):
-        optimizer.update(model, optax.tree.full_like(nnx.state(model, nnx.Param), value))
-        train_state = train_state.apply_gradients(grads={"w": jnp.full(2, value)})
-    assert (int(optimizer.step[...]), train_state.step) == (3, 3)
-    for state in (optimizer.opt_state.scalars, train_state.opt_state):
-        assert int(state.steps - state.skipped) == 2
 
 
 class Mean(nnx.Module):

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import polyamp
-from polyamp.backends.jax import apply_gradients, check_limits, select
+from polyamp.backends.jax import check_limits, select
 from polyamp.testing import overflow_trace
 from support.jax_cases import FLOAT16, MASK, OPTIMIZERS, STEPS, bits, gradients, params, wrapped_to_step
 
@@ -212,53 +212,6 @@ def test_a_step_has_one_conditional_or_none(skip: str, conditionals: int, by: st
     tx, step = wrapped_to_step(optax.adam(0.1), f"{by} {skip}")
     program = str(jax.make_jaxpr(step)(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2)))
     assert program.count(" cond[") == conditionals
-
-
-# Several losses and several optimizers.
-
-
-def generator_loss(generator: Any, discriminator: Any, x: Any) -> jax.Array:
-    return jnp.square(x * generator * discriminator).mean()
-
-
-def discriminator_loss(discriminator: Any, generator: Any, x: Any) -> jax.Array:
-    return jnp.square(x * generator - discriminator).mean() * jnp.where(x.sum() > 100, jnp.inf, 1.0)
-
-
-@pytest.mark.filterwarnings("ignore:autocast to .* changed nothing")
-@pytest.mark.parametrize("skip", ["cond", "select"])
-def test_two_optimizers_skip_and_scale_by_themselves(skip: str) -> None:
-    """As in a GAN: an overflow in one player's loss leaves the other's step and scale alone."""
-    tx = polyamp.wrap_optimizer(optax.adam(0.1), FLOAT16, skip=skip)
-
-    @jax.jit
-    def step(players: Any, states: Any, x: Any) -> Any:
-        (gen, disc), (gen_state, disc_state) = players, states
-        _, gen_grads = polyamp.value_and_grad(generator_loss, FLOAT16)(gen_state, gen, disc, x)
-        _, disc_grads = polyamp.value_and_grad(discriminator_loss, FLOAT16)(disc_state, disc, gen, x)
-        gen, gen_state = apply_gradients(tx, gen_grads, gen_state, gen)
-        disc, disc_state = apply_gradients(tx, disc_grads, disc_state, disc)
-        return (gen, disc), (gen_state, disc_state)
-
-    start = jnp.full(3, 0.5), jnp.full(3, 0.25)
-    players, states = step(start, tuple(map(tx.init, start)), jnp.full(3, 50.0))
-    assert [bool(state.last_step) for state in states] == [True, False]
-    assert [float(state.loss_scale) for state in states] == [2.0**10, 2.0**9]
-    assert [bits(new) == bits(old) for new, old in zip(players, start, strict=True)] == [False, True]
-
-
-@pytest.mark.parametrize("spoiled", [None, 0, 1])
-def test_losses_of_one_step_share_its_scale(spoiled: int | None) -> None:
-    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16)
-    weights = jnp.ones(1)
-    state = tx.init(weights)
-    factors = [2.0, 3.0]
-    if spoiled is not None:
-        factors[spoiled] = jnp.inf
-    grads = [jax.grad(lambda w, f=f: polyamp.scale_loss((w * f).sum(), state))(weights) for f in factors]
-    new, state = apply_gradients(tx, jax.tree.map(jnp.add, *grads), state, weights)
-    assert new.tolist() == ([-4.0] if spoiled is None else [1.0])
-    assert state.last_step.applied is (spoiled is None)
 
 
 @pytest.mark.parametrize("spoiled", [None, 0, 1])

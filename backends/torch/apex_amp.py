@@ -10,8 +10,8 @@ a loss that is not finite skips the step, and a step on an unscaled loss is refu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,10 +24,8 @@ from polyamp.backends.torch.apex_casts import (
     casts_off,
     float_function,
     half_function,
-    promote_function,
     register_float_function,
     register_half_function,
-    register_promote_function,
 )
 from polyamp.backends.torch.apex_losses import (
     Properties,
@@ -60,17 +58,13 @@ from polyamp.scale import LossScale
 
 __all__ = [
     "_amp_state",
-    "disable_casts",
     "float_function",
     "half_function",
-    "init",
     "initialize",
     "load_state_dict",
     "master_params",
-    "promote_function",
     "register_float_function",
     "register_half_function",
-    "register_promote_function",
     "scale_loss",
     "state_dict",
 ]
@@ -232,7 +226,7 @@ def _check_model(model: Any) -> None:
         )
     values = (*model.named_parameters(), *model.named_buffers())
     low = [f"{name} of {value.dtype}" for name, value in values if value.dtype in SIXTEEN_BIT]
-    if low and not _amp_state.allow_incoming_model_not_fp32:
+    if low:
         raise UsageError(
             "the model has 16-bit parameters or buffers",
             where="amp.initialize",
@@ -251,24 +245,16 @@ def _check_optimizer(optimizer: Any) -> None:
 def _cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None) -> None:
     """Cast a model as the options want, and its inputs and outputs on every call."""
     dtype = properties.cast_model_type
-    if dtype in SIXTEEN_BIT:  # all layers, except batch norms if they are kept
+    if dtype:  # all layers, except batch norms if they are kept
         rules = {**({"batch_norm": "inner"} if properties.keep_batchnorm_fp32 else {}), "*_norm": "lower"}
-        low, output = _FORMATS[dtype], _FORMATS[outputs or torch.float32]
+        form, output = _FORMATS[dtype], _FORMATS[outputs or torch.float32]
         with unreported():  # a model without norms is not a mistake
-            convert(model, policy(param=low, compute=low, output=output, rules=rules))
-    elif dtype:
-        model.to(dtype)
-        model.register_forward_pre_hook(partial(_cast_inputs, dtype=dtype), with_kwargs=True)
-        model.register_forward_hook(partial(_cast_outputs, dtype=outputs or torch.float32))
+            convert(model, policy(param=form, compute=form, output=output, rules=rules))
     elif outputs is not None:
         model.register_forward_hook(partial(_cast_outputs, dtype=outputs))
     if dtype:
         for module in model.modules():
             module.register_state_dict_post_hook(_show_float32)  # type: ignore[no-untyped-call]
-
-
-def _cast_inputs(_: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> Any:
-    return cast_to(args, dtype, modules=False), cast_to(kwargs, dtype, modules=False)
 
 
 def _cast_outputs(_: nn.Module, __: Any, outputs: Any, *, dtype: torch.dtype) -> Any:
@@ -306,32 +292,17 @@ def _share_scales(
             session.holders.append(wrapper)
 
 
-def init(enabled: bool = True, **without_effect: Any) -> AmpHandle:
-    """Turn O1 on until ``handle._deactivate()``, without models and optimizers; ``enabled=False`` turns nothing on."""
-    found("apex.amp.init")
-    warn_deprecated("apex.amp.init()", 'with polyamp.autocast("mixed_float16"):')
-    return _turned_on(None, enabled)
-
-
-def _turned_on(handle: AmpHandle | None, enabled: bool = True) -> AmpHandle:
+def _turned_on(handle: AmpHandle | None) -> AmpHandle:
     """Return this handle if it is active, so that models of several calls share one; else a new one in its place."""
     if handle is None or not handle.is_open:
         if _amp_state.handle is not None:
             _amp_state.handle._deactivate()
-        handle = _amp_state.handle = AmpHandle(enabled)
+        handle = _amp_state.handle = AmpHandle()
     else:
         handle.enter()
     if (session := current()) is not None:
         session.at_end(handle._deactivate)
     return handle
-
-
-@contextmanager
-def disable_casts() -> Iterator[None]:
-    """Run operations as they are written, in the middle of O1."""
-    warn_deprecated("apex.amp.disable_casts()", 'with polyamp.autocast("float32"):', stacklevel=4)
-    with casts_off():
-        yield
 
 
 class _Initialized(Attached):

@@ -15,11 +15,11 @@ from types import BuiltinFunctionType, MethodDescriptorType, ModuleType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from polyamp.backends.torch.autocast.casts import forget_casts
 from polyamp.backends.torch.autocast.context import autocast_context
-from polyamp.backends.torch.casting import cast_to, leaves
+from polyamp.backends.torch.casting import cast_to
 from polyamp.errors import InvalidValueError, warn_deprecated
 from polyamp.policies import policy
 
@@ -42,11 +42,10 @@ _HERE = _Here()
 class AmpHandle:
     """What turns O1 on, in this thread and in others that ask for it, until ``_deactivate()``."""
 
-    def __init__(self, enabled: bool = True) -> None:
-        self.is_open = enabled
+    def __init__(self) -> None:
+        self.is_open = True
         self._replaced: list[tuple[Any, str, Any]] = []
-        if enabled:
-            self.enter()
+        self.enter()
 
     def is_active(self) -> bool:
         """Return whether operations have the formats of O1 here."""
@@ -128,11 +127,6 @@ def _to_float(tree: Any) -> Any:
     return cast_to(tree, torch.float32, modules=False)
 
 
-def _to_widest(tree: Any) -> Any:
-    dtypes = {leaf.dtype for leaf in leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()}
-    return cast_to(tree, functools.reduce(torch.promote_types, dtypes), modules=False) if dtypes else tree
-
-
 def half_function(fn: Fn) -> Fn:
     """Let a function take its floating arguments in float16, wherever O1 is active."""
     return _decorated("half_function", fn, _to_half)
@@ -143,24 +137,14 @@ def float_function(fn: Fn) -> Fn:
     return _decorated("float_function", fn, _to_float)
 
 
-def promote_function(fn: Fn) -> Fn:
-    """Let a function take its floating arguments in the widest of their types, wherever O1 is active."""
-    return _decorated("promote_function", fn, _to_widest)
-
-
 def register_half_function(module: Any, name: str) -> None:
-    """Let a function of a module or class run in float16, from the next `amp.initialize` or `amp.init` on."""
+    """Let a function of a module or class run in float16, from the next `amp.initialize` on."""
     _register("register_half_function", module, name, _to_half)
 
 
 def register_float_function(module: Any, name: str) -> None:
     """Let a function of a module run in float32; see `register_half_function`."""
     _register("register_float_function", module, name, _to_float)
-
-
-def register_promote_function(module: Any, name: str) -> None:
-    """Let a function of a module run in the widest type of its arguments; see `register_half_function`."""
-    _register("register_promote_function", module, name, _to_widest)
 
 
 _registered: dict[tuple[Any, str], Cast] = {}

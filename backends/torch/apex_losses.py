@@ -22,7 +22,7 @@ from polyamp.backends.torch.autocast.casts import forget_casts
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.scale import LossScaler, LossScalers
 from polyamp.errors import InvalidValueError, StateError, UsageError, shown, warn_deprecated
-from polyamp.scale import LossScale, LossScaleState
+from polyamp.scale import LossScale
 
 
 @dataclass
@@ -47,7 +47,6 @@ class AmpState(ModuleType):
     def __init__(self) -> None:
         super().__init__("apex.amp._amp_state")
         self.handle: AmpHandle | None = None
-        self.allow_incoming_model_not_fp32 = False
         self.loss_scalers: list[ShownScaler] = []
         self.scalers = LossScalers(LossScale.like("apex"))
         self._amp_state = self
@@ -210,15 +209,13 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
                 allowed="loss_scaler0, ..., each with loss_scale and unskipped",
             )
     pairs = list(zip(_amp_state.loss_scalers, (one for _, one in saved), strict=False))
-    states = [_loaded(scaler, one) for scaler, one in pairs]
+    settings = [shown_scaler.scaler.settings for shown_scaler, _ in pairs]
+    states = [
+        one.from_state_dict({"loss_scaler0": dict(state)}) if one.dynamic else None
+        for one, (_, state) in zip(settings, pairs, strict=True)
+    ]
     for (scaler, one), state in zip(pairs, states, strict=True):
         if state is None:  # a static scale, which may be any number
             scaler._loss_scale = one["loss_scale"]
             state = scaler.scaler.state._replace(good_steps=one["unskipped"])
         scaler.scaler.resume(state)
-
-
-def _loaded(scaler: ShownScaler, saved: Any) -> LossScaleState | None:
-    """Return the saved state under the scaler's settings; None for a static scale."""
-    settings = scaler.scaler.settings
-    return settings.from_state_dict({"loss_scaler0": dict(saved)}) if settings.dynamic else None

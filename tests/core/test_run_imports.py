@@ -173,11 +173,11 @@ def test_an_adapter_that_does_not_load_is_refused_with_a_policy_and_reported_wit
 def test_mixed_precision_of_its_own_is_reported_without_a_policy_and_refused_with_one() -> None:
     found("nobody listens")
     with running(Session()) as session:
-        code = "from polyamp.run import found\n\n\nfound('gone.amp.init')\n"
+        code = "from polyamp.run import found\n\n\nfound('gone.amp.start')\n"
         exec(compile(code, "/script/train.py", "exec"), {})
-        assert session.interfaces == [{"interface": "gone.amp.init", "where": "/script/train.py:4"}]
+        assert session.interfaces == [{"interface": "gone.amp.start", "where": "/script/train.py:4"}]
     with running(Session(policy("mixed_float16"))), pytest.raises(UsageError, match="of its own"):
-        found("gone.amp.init")
+        found("gone.amp.start")
     assert current() is None
 
 

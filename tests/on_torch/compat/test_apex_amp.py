@@ -37,7 +37,6 @@ def _levels_end_with_their_test() -> Iterator[None]:
     yield
     if _amp_state.handle is not None:
         _amp_state.handle._deactivate()
-    _amp_state.allow_incoming_model_not_fp32 = False
 
 
 def digits_model(seed: int = 0) -> nn.Sequential:

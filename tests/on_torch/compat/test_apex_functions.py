@@ -1,4 +1,4 @@
-"""`apex.amp` on polyamp: the region of O1, functions that choose their format, and the handle of `amp.init`."""
+"""`apex.amp` on polyamp: the region of O1, and functions that choose their format."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.nn import functional
 import polyamp
 from polyamp.backends.torch.apex import amp
 from polyamp.backends.torch.apex_amp import _amp_state
+from polyamp.backends.torch.apex_casts import AmpHandle
 from polyamp.backends.torch.attached import wrapper_of
 from polyamp.errors import UsageError
 from polyamp.run import Session, running
@@ -32,6 +33,12 @@ def _levels_end_with_their_test() -> Iterator[None]:
         _amp_state.handle._deactivate()
 
 
+def turn_on() -> AmpHandle:
+    amp.initialize(nn.Linear(4, 4), opt_level="O1")
+    assert _amp_state.handle is not None
+    return _amp_state.handle
+
+
 def native_state() -> tuple[Any, ...]:
     return (
         torch.is_autocast_enabled("cpu"),
@@ -44,25 +51,17 @@ def native_state() -> tuple[Any, ...]:
 def test_the_handle_turns_everything_off_again() -> None:
     before = native_state()
     amp.register_half_function(torch, "sigmoid")
-    handle = amp.init()
+    handle = turn_on()
     assert handle.is_active()
     assert (X @ X).dtype == torch.sigmoid(X).dtype == torch.float16
     assert functional.mse_loss(HALF, HALF).dtype == torch.float32  # a loss outside of any model
-    with amp.disable_casts():
+    with polyamp.autocast("float32"):
         assert (X @ X).dtype == torch.sigmoid(X).dtype == torch.float32
         assert not handle.is_active()
-    handle._deactivate()
-    assert native_state() == before
-    assert not handle.is_active()
-    handle._deactivate()
-    first, second = amp.init(), amp.init(allow_banned=True)
-    assert (first.is_active(), second.is_active()) == (False, True)
-    second._deactivate()
-    assert native_state() == before
-    off = amp.init(enabled=False)
-    assert not off.is_active()
-    assert (X @ X).dtype == torch.float32
-    off._deactivate()
+    for _ in range(2):
+        handle._deactivate()
+        assert native_state() == before
+        assert not handle.is_active()
 
 
 @pytest.mark.parametrize(
@@ -70,15 +69,14 @@ def test_the_handle_turns_everything_off_again() -> None:
     [
         (amp.register_half_function, "softmax", torch.float16),  # float32 by the table
         (amp.register_float_function, "mm", torch.float32),  # float16 by the table
-        (amp.register_promote_function, "maximum", torch.float32),
     ],
 )
 def test_registered_functions_of_torch_run_in_their_format(register: Any, name: str, expected: torch.dtype) -> None:
     original = getattr(torch, name)
-    arguments = {"softmax": (X, 0), "mm": (HALF, HALF), "maximum": (HALF, X)}[name]
+    arguments = {"softmax": (X, 0), "mm": (HALF, HALF)}[name]
     register(torch, name)
     assert getattr(torch, name) is original  # until amp is active
-    handle = amp.init()
+    handle = turn_on()
     assert getattr(torch, name)(*arguments).dtype == expected
     handle._deactivate()
     assert getattr(torch, name) is original
@@ -110,16 +108,15 @@ def test_decorated_functions() -> None:
         seen.append({first.dtype, second.dtype})
         return first.dtype, number
 
-    half, full, widest = amp.half_function(note), amp.float_function(note), amp.promote_function(note)
+    half, full = amp.half_function(note), amp.float_function(note)
     assert half.__name__ == "note"
     assert half(X, HALF, 3) == (torch.float32, 3)
-    handle = amp.init()
+    handle = turn_on()
     assert (half(X, HALF, 3), full(HALF, HALF, 3)) == ((torch.float16, 3), (torch.float32, 3))
-    assert (widest(HALF, HALF, 3), widest(HALF, X, 3)) == ((torch.float16, 3), (torch.float32, 3))
     handle._deactivate()
     assert full(HALF, HALF, 3) == (torch.float16, 3)
     low, wide = {torch.float16}, {torch.float32}
-    assert seen == [low | wide, low, wide, low, wide, low]
+    assert seen == [low | wide, low, wide, low]
     assert amp.half_function(nn.ReLU())(X).dtype == torch.float32  # outside
 
 
@@ -200,10 +197,10 @@ def test_a_run_is_told_what_the_script_uses() -> None:
     opt = torch.optim.SGD(model.parameters(), lr=0.5)
     with running(Session()) as session:
         amp.initialize(model, opt, opt_level="O2")
-        amp.init()
+        amp.initialize(nn.Linear(4, 4), opt_level="O1")
         assert (X @ X).dtype == torch.float16
     assert (X @ X).dtype == torch.float32  # the end of the run turns it off
-    assert [one["interface"] for one in session.interfaces] == ["apex.amp.initialize", "apex.amp.init"]
+    assert [one["interface"] for one in session.interfaces] == ["apex.amp.initialize"] * 2
     assert session.holders == [wrapper_of(opt)]
     other = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.5)
     with (

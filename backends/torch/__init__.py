@@ -6,6 +6,9 @@
 True
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from polyamp.errors import missing
 
 try:
@@ -15,14 +18,16 @@ except ModuleNotFoundError as error:
 
 from polyamp.backends.torch.adapter import adapter
 from polyamp.backends.torch.autocast.context import autocast
-from polyamp.backends.torch.autocast.custom import custom_bwd, custom_fwd, register_autocast
 from polyamp.backends.torch.casting import cast
-from polyamp.backends.torch.convert import convert
-from polyamp.backends.torch.grad_scaler import GradScaler
-from polyamp.backends.torch.graphs.explain import explain
-from polyamp.backends.torch.graphs.rewrite import rewrite
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.skipping import AppliedSteps, select
+
+if TYPE_CHECKING:
+    from polyamp.backends.torch.autocast.custom import custom_bwd, custom_fwd, register_autocast
+    from polyamp.backends.torch.convert import convert
+    from polyamp.backends.torch.grad_scaler import GradScaler
+    from polyamp.backends.torch.graphs.explain import explain
+    from polyamp.backends.torch.graphs.rewrite import rewrite
 
 __all__ = [
     "AppliedSteps",
@@ -39,3 +44,19 @@ __all__ = [
     "rewrite",
     "select",
 ]
+
+
+# What a training step does not need is loaded when it is used.
+_LATER = {
+    **dict.fromkeys(("custom_bwd", "custom_fwd", "register_autocast"), "autocast.custom"),
+    "convert": "convert",
+    "GradScaler": "grad_scaler",
+    "explain": "graphs.explain",
+    "rewrite": "graphs.rewrite",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

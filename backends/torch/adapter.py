@@ -5,9 +5,7 @@ import torch
 from polyamp.adapters import AdapterTable
 from polyamp.backends.torch.autocast.context import autocast_context, traced_context
 from polyamp.backends.torch.casting import cast
-from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.devices import describe
-from polyamp.backends.torch.graphs.explain import planned, rewritten_for
 from polyamp.backends.torch.operations import OPERATIONS
 from polyamp.backends.torch.verbs import (
     load_loss_scale,
@@ -24,7 +22,7 @@ adapter = AdapterTable(
     verbs={
         "describe": describe,
         "cast": cast,
-        "convert": convert,
+        "convert": "polyamp.backends.torch.convert:convert",
         "wrap_optimizer": wrap_optimizer,
         "scale_loss": scale_loss,
         "loss_scale_of": loss_scale_of,
@@ -32,8 +30,8 @@ adapter = AdapterTable(
         "load_loss_scale": load_loss_scale,
         "autocast_context": autocast_context,
         "traced_context": traced_context,
-        "rewrite": rewritten_for,
-        "explain": planned,
+        "rewrite": "polyamp.backends.torch.graphs.explain:rewritten_for",
+        "explain": "polyamp.backends.torch.graphs.explain:planned",
         "fsdp_policy": "polyamp.backends.torch.sharding:fsdp_policy",
         "record": "polyamp.backends.torch.recording.record:record",
         "facts": "polyamp.backends.torch.facts:facts",

@@ -171,7 +171,7 @@ def report_forgotten_scale(optimizer: LossScaledOptimizer, alive: Iterable[LossS
         return
     _REPORTED.count = LAST.count
     if not optimizer.scaler.multiplies and not any(one.scaler.multiplies for one in list(alive)):
-        optimizer.lacks_policy = False  # this says it
+        optimizer.lacks_policy = False  # reported here
         report_missing_scale(optimizer.scaler.settings, optimizer.scaler.compute, LAST.policy, stacklevel=5)
 
 

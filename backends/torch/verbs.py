@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from polyamp.backends.torch.devices import report_slow
-from polyamp.backends.torch.grad_scaler import GradScaler
 from polyamp.backends.torch.optimizer import LossScaledOptimizer, named_tensors
 from polyamp.errors import no_loss_scale, warn_once
 from polyamp.libraries import apex_losses, report_lost, write_apex_losses
@@ -61,8 +60,9 @@ def scale_loss(loss: Any, holder: Any) -> Any:
 
 def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
     """Return the settings of a `LossScaledOptimizer` or a polyamp `GradScaler`, and its state on the host."""
-    if isinstance(holder, GradScaler):
-        return holder.settings_and_state()
+    if hasattr(holder, "settings_and_state"):  # a `GradScaler`
+        found: tuple[LossScale, LossScaleState] = holder.settings_and_state()
+        return found
     scaler = _wrapped(holder, "loss_scale_of(holder)").scaler
     return scaler.settings, on_host(scaler.state)
 
@@ -83,7 +83,7 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
     """Return the same `LossScaledOptimizer` or polyamp `GradScaler`, with the saved state."""
     # An optimizer takes all losses of a state that Apex saved, in which number 0 is the loss without an id; a scaler
     # has one. Nothing is changed unless all states fit.
-    if isinstance(holder, GradScaler):
+    if hasattr(holder, "settings_and_state"):  # a `GradScaler`
         holder.resume(holder.config.from_state_dict(saved))
         return holder
     scalers = _wrapped(holder, "load_loss_scale(holder)").scalers

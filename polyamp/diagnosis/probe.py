@@ -102,12 +102,12 @@ class Probe(Report):
 
     @property
     def recommended(self) -> LossScale:
-        """Return recommended settings: dynamic, starting inside the window; none if no gradient needs a loss scale."""
+        """Return recommended settings: dynamic, starting inside the window, or a check alone if nothing needs it."""
         # The start is that of ``LossScale()`` if the window contains it, else the nearest scale in the window. If the
         # window is empty, it is the upper edge: too small a scale loses something, and too large a one skips all.
         window, default = self.window, LossScale()
         if window is None or (format_of(self.format).exponent_bits == 8 and 1.0 in window):
-            return LossScale.none()
+            return LossScale.skip_nonfinite()
         init = min(max(default.init, window.low), window.high)
         init = min(max(init, format_of("float32").smallest_normal * 2.0**10), 2.0**120)
         return LossScale(init=init, min=min(default.min, init * 2.0**-10), max=max(default.max, init))
@@ -237,8 +237,8 @@ class Probe(Report):
 def written(config: LossScale) -> str:
     """Return settings as source code, with powers of two written as powers."""
     settings = config.to_dict()
-    if config == LossScale.none():
-        return repr(config)
+    if config == LossScale.skip_nonfinite():
+        return "LossScale.skip_nonfinite()"
     return f"LossScale({', '.join(f'{name}={_literal(value)}' for name, value in settings.items())})"
 
 

@@ -69,7 +69,7 @@ def test_only_gradients_in_16_bits_bound_the_scale(kind, format_name) -> None:
     alone = probed(observation(GRADIENT, "a", USUAL))
     assert probed(free, observation(GRADIENT, "a", USUAL)).window == alone.window
     assert probed(free).window is None
-    assert probed(free).recommended == LossScale.none()
+    assert probed(free).recommended == LossScale.skip_nonfinite()
 
 
 def test_a_gradient_that_is_zero_but_for_rounding_sets_no_lower_limit() -> None:
@@ -82,7 +82,7 @@ def test_a_gradient_that_is_zero_but_for_rounding_sets_no_lower_limit() -> None:
 def test_bfloat16_needs_no_scale() -> None:
     probe = Probe(recording(observation(GRADIENT, "a", TINY, LARGE)), "bfloat16")
     assert 1.0 in probe.window
-    assert probe.recommended == LossScale.none()
+    assert probe.recommended == LossScale.skip_nonfinite()
 
 
 def test_a_forward_overflow_is_told_with_the_rule_that_keeps_it_in_float32() -> None:

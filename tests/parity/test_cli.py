@@ -120,7 +120,7 @@ def test_diagnose_prints_saves_and_draws(
     words = ("--policy", "mixed_bfloat16", "--json", str(report), "--plot", str(picture))  # a plain optimizer will do
     assert run(monkeypatch, "diagnose", f"{framework}_target:step", *words) == 0
     shown = capsys.readouterr().out
-    assert "recommended: LossScale.none()" in shown
+    assert "recommended: LossScale.skip_nonfinite()" in shown
     assert "verdict: FINITE" in shown
     saved = json.loads(report.read_text())
     assert (saved["verdict"], saved["probe"]["format"]) == ("finite", "bfloat16")

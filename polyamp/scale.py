@@ -478,6 +478,8 @@ def advance(
 
 def on_host(state: LossScaleState) -> LossScaleState:
     """Return the same state as Python numbers, with one device-to-host copy per field that is on a device."""
+    if type(state.scale) is float:
+        return state
     return LossScaleState(*(kind(value) for kind, value in zip(TYPES, state, strict=True)))
 
 

@@ -102,8 +102,12 @@ class FusedStep:
 
     def are_used(self) -> bool:
         """Return whether the operators are used for the optimizer's first parameter."""
-        first = next((param for group in self.inner.param_groups for param in group["params"]), None)
-        return first is not None and self.is_for(first.device)
+        if self.wanted is False:
+            return False
+        for group in self.inner.param_groups:
+            for param in group["params"]:
+                return self.is_for(param.device)
+        return False
 
     def is_for(self, device: torch.device) -> bool:
         """Return whether the operators are used for parameters on a device."""

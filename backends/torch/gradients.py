@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.ranks import shard_group
+from polyamp.backends.torch.unstable import fsdp_is_loaded
 
 REAL = frozenset({*SIXTEEN_BIT, torch.float32, torch.float64})
 
@@ -23,11 +24,11 @@ class Gradients:
     """The current gradients of an optimizer's parameters. Parameters without a gradient are left out."""
 
     def __init__(
-        self, param_groups: Iterable[dict[str, Any]], norm_group: Callable[[Tensor], Any] = shard_group
+        self, param_groups: Iterable[dict[str, Any]], norm_group: Callable[[Tensor], Any] | None = None
     ) -> None:
         self._params = [param for group in param_groups for param in group["params"]]
         self._grads = [grad for param in self._params if (grad := param.grad) is not None]
-        self._norm_group = norm_group
+        self._norm_group = shard_group if norm_group is None and fsdp_is_loaded() else norm_group
         self._buckets: dict[Any, Bucket] | None = None
 
     def __bool__(self) -> bool:
@@ -76,16 +77,22 @@ class Gradients:
         """Scale the gradients in place so that their global L2 norm is at most ``max_norm``."""
         # The 1e-6 in the divisor is that of ``torch.nn.utils.clip_grad_norm_``: the results are bitwise equal.
         with torch.no_grad():
-            norms = [norm for kind, bucket in self._sorted().items() if kind[-1] is None for norm in _norms(bucket)]
-            groups = dict.fromkeys(map(self._norm_group, self._params))  # in the same order on every rank
-            norms += [self._norm_over(group) for group in groups if group is not None]
+            buckets = self._sorted()
+            norms: list[Tensor] = []
+            for kind, bucket in buckets.items():
+                norms += _norms(bucket) if kind[-1] is None else ()
+            if self._norm_group is not None:
+                groups = dict.fromkeys(map(self._norm_group, self._params))  # in the same order on every rank
+                norms += [self._norm_over(group) for group in groups if group is not None]
             if not norms:
                 return torch.zeros((), device=self._params[0].device)
-            total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+            if len(buckets) > 1:
+                norms = [norm.to(norms[0].device) for norm in norms]
+            total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
             factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
             if skipped is not None:
                 factor = torch.where(skipped.to(factor.device) == 0, factor, 1.0)
-            for bucket in self.buckets():
+            for bucket in buckets.values():
                 torch._foreach_mul_(bucket, factor.to(bucket[0].device))
             return total
 
@@ -95,11 +102,17 @@ class Gradients:
 
     def _sorted(self) -> dict[Any, Bucket]:
         """Return the buckets by the properties that their gradients share; the last property is the norm's group."""
+        if self._buckets is not None:
+            return self._buckets
+        kinds = {(type(grad), grad.device, grad.dtype, grad.layout) for grad in self._grads}
+        if self._norm_group is None and len(kinds) == 1 and (kind := kinds.pop())[0] is Tensor and kind[2] in REAL:
+            self._buckets = {(None,): self._grads} if kind[3] is torch.strided else None
         if self._buckets is None:
             self._buckets = {}
             for param in self.params:
                 grad = dense(param)
-                self._buckets.setdefault((*_kind(grad), self._norm_group(param)), []).append(grad)
+                group = None if self._norm_group is None else self._norm_group(param)
+                self._buckets.setdefault((*_kind(grad), group), []).append(grad)
         return self._buckets
 
     def _norm_over(self, group: Any) -> Tensor:

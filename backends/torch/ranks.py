@@ -83,14 +83,9 @@ def any_rank(flag: Tensor, process_group: Any = None) -> tuple[Tensor, Overflowe
 
 def has_peers(process_group: Any = None) -> bool:
     """Return whether `any_rank` would combine anything: whether this process is one of several ranks of the group."""
-    if process_group is False or not is_distributed():
+    if process_group is False or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     return torch.distributed.get_world_size(process_group) > 1  # -1 if this process is not in the group
-
-
-def is_distributed() -> bool:
-    """Return whether ``torch.distributed`` is initialised, even with one rank."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def add_shards_(total: Tensor, sharded: Any) -> None:

@@ -206,6 +206,11 @@ def infers_pipeline() -> bool:
     return False
 
 
+def fsdp_is_loaded() -> bool:
+    """Return whether the module of `FullyShardedDataParallel` is loaded, so that parameters may be flattened."""
+    return _FSDP in sys.modules
+
+
 def flattened_shards() -> Iterator[tuple[Tensor, Any]]:
     """Yield each parameter that `FullyShardedDataParallel` flattened and split over ranks, with the ranks' group."""
     # Nothing public leads from such a parameter to its ranks, so the modules in this process are searched.

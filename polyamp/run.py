@@ -43,7 +43,7 @@ class Session:
         self.supplied: list[str] = []
         self.operations = Counter[tuple[str, str]]()  # names and formats of what ran
         self.refusal: UsageError | None = None  # stays here if the script catches it
-        self._undo = ExitStack()
+        self.undo = ExitStack()
 
     def found(self, interface: str) -> None:
         """Record that the script uses mixed precision of its own; refuse it under a policy."""
@@ -90,11 +90,7 @@ class Session:
 
     def at_end(self, undo: Callable[[], object]) -> None:
         """Call a function after the run and its report, in the reverse order of these calls."""
-        self._undo.callback(undo)
-
-    def close(self) -> None:
-        """Undo what was changed for this run."""
-        self._undo.close()
+        self.undo.callback(undo)
 
 
 _current: Session | None = None
@@ -117,10 +113,10 @@ def running(session: Session) -> Iterator[Session]:
     global _current
     before, _current = _current, session
     try:
-        yield session
+        with session.undo:
+            yield session
     finally:
         _current = before
-        session.close()
 
 
 def is_script(file: str) -> bool:

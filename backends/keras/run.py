@@ -8,6 +8,7 @@ script is refused when it makes an optimizer.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 from weakref import WeakSet
 
@@ -15,7 +16,6 @@ import keras
 
 from polyamp.backends.keras.native import BACKEND
 from polyamp.backends.keras.optimizer import LossScaledOptimizer, wrap_optimizer
-from polyamp.backends.keras.unstable import choose_optimizers
 from polyamp.formats import format_of
 from polyamp.policies import Policy
 from polyamp.run import Session
@@ -59,10 +59,11 @@ def _refuse_own(session: Session) -> None:
 
 
 def _wrap_in_compile(session: Session, policy: Policy) -> None:
-    wrapped_here = WeakSet[Any]()
+    owner = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
+    original, wrapped_here = vars(owner)["compile"], WeakSet[Any]()
+    parameters = inspect.signature(original)
 
-    def optimizer_for(model: Any, optimizer: Any) -> Any:
-        """Return the optimizer that a model trains with."""
+    def wrap(optimizer: Any) -> Any:
         if isinstance(optimizer, LossScaledOptimizer) and optimizer not in wrapped_here:
             session.found("polyamp.wrap_optimizer")
         if optimizer in wrapped_here or not policy.loss_scale.scales:
@@ -72,4 +73,12 @@ def _wrap_in_compile(session: Session, policy: Policy) -> None:
         session.holders.append(wrapped)
         return wrapped
 
-    session.at_end(choose_optimizers(optimizer_for))
+    @functools.wraps(original)
+    def compile(*args: Any, **kwargs: Any) -> Any:
+        bound = parameters.bind(*args, **kwargs)
+        bound.apply_defaults()
+        if (given := bound.arguments["optimizer"]) is not None:
+            bound.arguments.update(optimizer=wrap(keras.optimizers.get(given)), auto_scale_loss=False)
+        return original(*bound.args, **bound.kwargs)
+
+    session.replace(owner, "compile", compile)

@@ -6,7 +6,6 @@ A release may change any of it without notice; the tests of this file's users th
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -50,37 +49,6 @@ def before_training(prepare: Callable[[Any], None]) -> None:
         return original(self, force)
 
     owner.make_train_function = make_train_function
-
-
-def choose_optimizers(chosen: Callable[[Any, Any], Any]) -> Callable[[], None]:
-    """Let a function choose the optimizer of every model that is compiled from now on; return a function that ends it.
-
-    Args:
-        chosen: takes a model and the optimizer that it is compiled with, and returns the one to use, which Keras then
-            does not wrap; or None, to leave the choice to Keras.
-    """
-    owner = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
-    original = vars(owner)["compile"]
-    parameters, choosing = inspect.signature(original), [chosen]
-
-    @functools.wraps(original)
-    def compile(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = parameters.bind(self, *args, **kwargs)
-        given = bound.arguments.get("optimizer", parameters.parameters["optimizer"].default)
-        for choose in choosing if given is not None else ():
-            optimizer = choose(self, keras.optimizers.get(given))
-            if optimizer is not None:
-                bound.arguments.update(optimizer=optimizer, auto_scale_loss=False)
-        return original(*bound.args, **bound.kwargs)
-
-    owner.compile = compile
-
-    def end() -> None:
-        choosing.clear()  # what replaced `compile` after this calls it still
-        if vars(owner)["compile"] is compile:
-            owner.compile = original
-
-    return end
 
 
 def built_on(optimizer: Any) -> list[Any]:

@@ -125,6 +125,10 @@ REFUSED = {
     "autocast by another name": ("from torch import amp as a\nwith a.autocast('cpu'):\n    pass", "of its own"),
     "GradScaler": ("from torch.amp import GradScaler\nscaler = GradScaler('cpu')", "of its own"),
     "apex": ("try:\n    from apex import amp\nexcept ImportError:\n    pass\namp.initialize(1)", "of its own"),
+    "torch.cuda.amp": (
+        "import warnings\nwarnings.simplefilter('ignore')\ntorch.cuda.amp.GradScaler()",
+        r"found: +torch\.cuda\.amp",
+    ),
     "half": ("layer = layer.half()", "of its own"),
     "bfloat16": ("layer.to(dtype=torch.bfloat16)(x)", "of its own"),
     "halved inputs": ("layer(x.half())", "of its own"),
@@ -213,18 +217,21 @@ with open(sys.argv[1], "w") as file:
 """
 
 
-def test_an_overflow_skips_the_step_even_if_the_script_hides_it_by_clipping(run: Run) -> None:
-    found = run(OVERFLOW, "mixed_float16")
-    assert found["seen"] == [True, False, False]
-    (health,) = found["report"]["health"]
-    assert (health["steps"], health["skipped"], health["scale"]) == (3, 1, 2.0**15)
+COPIED = "import copy\nopt, layer = copy.deepcopy((opt, layer))\nbefore, seen"
 
 
-def test_a_loss_scale_that_the_device_decides_about(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("written", "instead", "on_device"),
+    [("", "", False), ("lr=0.1", "lr=0.1, fused=True", True), ("before, seen", COPIED, False)],
+    ids=["plain", "decided on the device", "a copied optimizer"],
+)
+def test_an_overflow_skips_the_step_even_if_the_script_hides_it_by_clipping(
+    written: str, instead: str, on_device: bool, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attach = running.attach
-    monkeypatch.setattr(running, "attach", lambda *args, **kind: skipping_on_device(attach(*args, **kind)))
-    fused = OVERFLOW.replace("SGD(layer.parameters(), lr=0.1)", "SGD(layer.parameters(), lr=0.1, fused=True)")
-    found = run(fused, "mixed_float16")
+    if on_device:
+        monkeypatch.setattr(running, "attach", lambda *args, **kind: skipping_on_device(attach(*args, **kind)))
+    found = run(OVERFLOW.replace(written, instead), "mixed_float16")
     assert found["seen"] == [True, False, False]
     (health,) = found["report"]["health"]
     assert (health["steps"], health["skipped"], health["scale"]) == (3, 1, 2.0**15)
@@ -256,12 +263,6 @@ def test_nothing_in_16_bits_is_a_verdict(run: Run) -> None:
     code = SETUP + "opt = torch.optim.SGD([weight], lr=0.1)\n(weight * 2).sum().backward()\nopt.step()\n"
     assert "Nothing ran in 16 bits" in run(code, "mixed_float16")["report"]["verdicts"][0]
     assert run(code, "float32")["report"]["verdicts"] == []
-
-
-def test_a_copied_optimizer_steps_like_others(run: Run) -> None:
-    copied = "import copy\nopt, layer = copy.deepcopy((opt, layer))\nbefore, seen"
-    code = OVERFLOW.replace("before, seen", copied)
-    assert run(code, "mixed_float16")["seen"] == [True, False, False]
 
 
 def test_a_compiled_function_stays_in_float32_and_that_is_a_verdict(run: Run) -> None:

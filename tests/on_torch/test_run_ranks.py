@@ -60,22 +60,3 @@ def test_ranks_of_torchrun_train_and_the_first_one_reports(tmp_path: Path, monke
     assert result(tmp_path, "out.json")["losses"] == pytest.approx(float32(monkeypatch), rel=1e-3)
     assert result(tmp_path, "report.json")["health"][0]["steps"] == 4
     assert done.stderr.count("polyamp run ") == 1
-
-
-SPAWNS = """
-import multiprocessing, torch
-def train():
-    layer = torch.nn.Linear(2, 1)
-    layer(torch.ones(1, 2)).sum().backward()
-if __name__ == "__main__":
-    child = multiprocessing.get_context("spawn").Process(target=train)
-    child.start()
-    child.join()
-"""
-
-
-def test_training_in_processes_of_its_own_is_a_verdict(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SPAWNS)
-    done = run(tmp_path, *RUN, "train.py")
-    assert "Nothing ran in 16 bits" in done.stderr
-    assert "start them with torchrun" in done.stderr

@@ -16,9 +16,6 @@ import polyamp
 from polyamp.backends.torch.apex import amp
 from polyamp.backends.torch.apex_amp import _amp_state
 from polyamp.backends.torch.apex_casts import AmpHandle
-from polyamp.backends.torch.attached import wrapper_of
-from polyamp.errors import UsageError
-from polyamp.run import Session, running
 
 pytestmark = pytest.mark.filterwarnings("ignore::polyamp.errors.PolyampDeprecationWarning")
 
@@ -190,22 +187,3 @@ def test_an_optimizers_step_is_not_cast() -> None:
     opt.step()
     assert products == [torch.float32]
     assert (X @ X).dtype == torch.float16
-
-
-def test_a_run_is_told_what_the_script_uses() -> None:
-    model = nn.Linear(4, 4)
-    opt = torch.optim.SGD(model.parameters(), lr=0.5)
-    with running(Session()) as session:
-        amp.initialize(model, opt, opt_level="O2")
-        amp.initialize(nn.Linear(4, 4), opt_level="O1")
-        assert (X @ X).dtype == torch.float16
-    assert (X @ X).dtype == torch.float32  # the end of the run turns it off
-    assert [one["interface"] for one in session.interfaces] == ["apex.amp.initialize"] * 2
-    assert session.holders == [wrapper_of(opt)]
-    other = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.5)
-    with (
-        running(Session(polyamp.policy("mixed_float16"))),
-        pytest.raises(UsageError, match="of its own"),
-    ):
-        amp.initialize(nn.Linear(4, 4), other, opt_level="O2")
-    assert type(other) is torch.optim.SGD

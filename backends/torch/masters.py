@@ -67,6 +67,7 @@ class MasterWeights:
         for param, master in made.items():
             if param in inner.state:
                 inner.state[master] = {key: _widened(value, param) for key, value in inner.state.pop(param).items()}
+        self._taken += [None] * len(low) if self._taken else []
         self.model += low
         self.masters += made.values()
 

@@ -643,7 +643,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         except InvalidValueError:
             self.param_groups.pop()
             raise
-        self.witness.watch(self.parameter_groups()[-1])
+        self.witness.add(self.parameter_groups()[-1])
 
     @property
     def param_groups(self) -> Groups:

@@ -18,6 +18,7 @@ The hook on parameters is on all of them at first, and after a step on one of ea
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -226,6 +227,7 @@ class Witness:
         _WITNESSES.add(self)
         weakref.finalize(self, _remove, self._handles).atexit = False
         self.open()
+        self._refuse_what_is_there()  # of passes before there was a hook
 
     def open(self) -> None:
         """Forget everything: there are no gradients."""
@@ -314,27 +316,74 @@ class Witness:
     def meet(self, begun: Pass, *, accumulates: bool) -> None:
         """Prepare for a pass that may add to the gradients."""
         owner, own, other = self._owner(), self.scaling, begun.scaling
-        if owner is None or own is None:
+        if self._has_unscaled or self._is_mixed or self._was_left:
+            self._keep_after_write()
+        if owner is None or other is None:
             return
-        is_like = other is not None and own.is_like(other)
-        if (self.left is not None or not is_like) and all(param.grad is None for param in self._parameters()):
+        if own is None:
+            self._look_for_unobserved(owner, begun, other, accumulates=accumulates)
+        elif (self.left is not None or not own.is_like(other)) and all(p.grad is None for p in self._parameters()):
             self.open()
-            return
-        if other is None or not accumulates:
-            return
-        if self.is_consumed and owner.checks:
+        elif accumulates and owner.checks and self._was_used():
             self._polluting = begun.task
+        elif accumulates:
+            self._bring(owner, begun, other)
+
+    def _look_for_unobserved(self, owner: Owner, begun: Pass, other: Scaling, *, accumulates: bool) -> None:
+        """Look for gradients of earlier passes with another scale, which reached only parameters without a hook."""
+        earlier = [one for one in PASSES.since(self._opened_at) if one is not other]
+        if all(map(other.is_like, earlier)) or not self._is_filled():
             return
+        self._is_wide = True  # from the next window on
+        if accumulates and all(map(earlier[0].is_like, earlier)):
+            self.scaling, self.contributors = earlier[0], [earlier[0].scaler]
+            self._bring(owner, begun, other)
+        else:
+            self._refuse_what_is_there(mixed=True)
+
+    def _bring(self, owner: Owner, begun: Pass, other: Scaling) -> None:
+        """Let what a pass adds arrive with the scale of what is there."""
         if self.taken_from is not None:
             owner.give_back(self.taken_from)
-            own, self.scaling = self.taken_from, self.taken_from
-            self.is_unscaled, self.taken_from = False, None
+            self.scaling, self.taken_from, self.is_unscaled = self.taken_from, None, False
         if other.scaler not in self.contributors:
             owner.test_before(other.scaler)
-        if not own.is_like(other):
-            bring = partial(_times, other.ratio_to(own))
-            params: list[Any] = [param for param in self._parameters() if param.requires_grad]
-            begun.handles += [param.register_hook(bring) for param in params]
+        own = self.scaling
+        if own is None or own.is_like(other):
+            return
+        params: list[Any] = [param for param in self._parameters() if param.requires_grad]
+        if _are_shared(params, self):  # the other optimizer would not know
+            self._refuse_what_is_there(mixed=True)
+            return
+        bring = partial(_times, other.ratio_to(own))
+        begun.handles += [param.register_hook(bring) for param in params]
+
+    def _was_used(self) -> bool:
+        """Return whether the gradients are those that the last step left, perhaps changed, but not to zeros."""
+        return self.left is not None and self.left.is_there() and (self.left.is_untouched() or self._is_filled())
+
+    def _is_filled(self) -> bool:
+        """Return whether a gradient has another value than 0, as far as its values can be looked at."""
+        grads = [param.grad for param in self._parameters() if param.grad is not None]
+        if any(type(grad) is not Tensor or grad.layout != torch.strided or grad.is_meta for grad in grads):
+            return True
+        norms = [norm.to(grads[0].device) for norm in torch._foreach_norm(grads, math.inf)] if grads else []
+        return bool(norms) and bool(torch.stack(norms).any())  # one wait for the device
+
+    def _refuse_what_is_there(self, *, mixed: bool = False) -> None:
+        """Note that there are gradients, other than zeros, that no factor is right for, until they are cleared."""
+        param = next((param for param in self._parameters() if param.grad is not None), None)
+        if param is not None and param.grad is not None and self._is_filled():
+            self._noted = Gradient.of(param, param.grad)
+            self._is_mixed, self._has_unscaled = mixed, not mixed
+
+    def _keep_after_write(self) -> None:
+        """Go on refusing gradients that somebody changed in place since they were noted, if not to zeros."""
+        param, grad = (None, None) if self._noted is None else (self._noted.param(), self._noted.grad())
+        if param is None or grad is None or param.grad is not grad:
+            return
+        if self._is_filled():
+            self._noted = Gradient.of(param, grad)
 
     @not_traced
     def note(self, param: Tensor) -> None:
@@ -390,6 +439,12 @@ class Witness:
         owner = self._owner()
         return [] if owner is None else [param for group in owner.parameter_groups() for param in group]
 
+    def add(self, params: Sequence[Tensor]) -> None:
+        """Observe parameters that may have gradients already."""
+        if any(param.grad is not None for param in params):
+            self._refuse_what_is_there()
+        self.watch(params)
+
     def watch(self, params: Iterable[Tensor]) -> None:
         """Observe what adds to the gradients of parameters."""
         seen = partial(_note, weakref.ref(self))
@@ -398,18 +453,23 @@ class Witness:
                 self._handles[id(param)] = param.register_post_accumulate_grad_hook(seen)  # type: ignore[no-untyped-call]
 
     def _narrow(self) -> None:
-        """Keep one hook for each group that got gradients: on the first parameter that did."""
+        """Keep one hook for the parameters of each group that got gradients: on the first one."""
         owner = self._owner()
         for group in () if owner is None else owner.parameter_groups():
             _report_hooks(group)
             reached = [param for param in group if param.grad is not None and id(param) in self._handles]
-            for param in group if reached else ():
-                if param is not reached[0] and id(param) in self._handles:
-                    self._handles.pop(id(param)).remove()
+            for param in reached[1:]:
+                self._handles.pop(id(param)).remove()
         self._is_wide = False
 
 
 _WITNESSES: weakref.WeakSet[Witness] = weakref.WeakSet()
+
+
+def _are_shared(params: Iterable[Tensor], witness: Witness) -> bool:
+    """Return whether another optimizer has some of the parameters too."""
+    own = set(map(id, params))
+    return any(not own.isdisjoint(map(id, other._parameters())) for other in list(_WITNESSES) if other is not witness)
 
 
 def _note(witness: weakref.ref[Witness], param: Tensor) -> None:

@@ -111,6 +111,15 @@ def shares_one_parameter_between_optimizers_wrapped_apart(wrap: Any, p: Any, q: 
     b.step()
 
 
+@right_or_refused
+def shares_one_parameter_with_an_optimizer_that_does_not_clear(wrap: Any, p: Any, q: Any, r: Any) -> None:
+    a, _ = wrap(sgd(p, q), loss_scale=GROWS), wrap(sgd(r, q))
+    for loss in (lambda: S(p) + S(r), lambda: S(p) + S(q) + S(r)):
+        a.backward(loss())
+        a.step()
+        a.zero_grad()
+
+
 # --- the order of scaling, clearing and differentiating ---------------------------------------------------------------
 
 
@@ -543,6 +552,15 @@ def unscales_and_clips_and_adds_losses(wrap: Any, p: Any, q: Any) -> None:
 
 
 @right
+def clips_at_every_step(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q, momentum=0.5), max_grad_norm=1.0)
+    for factor in (8.0, 0.25, math.inf, 1.0):
+        opt.backward(factor * S(p) + S(q))
+        opt.step()
+        opt.zero_grad()
+
+
+@right
 def clips_by_torch_after_unscaling(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p))
     for _ in range(2):
@@ -579,6 +597,7 @@ def freezes_and_adds_parameters(wrap: Any, p: Any, q: Any, r: Any) -> None:
     for turn in range(4):
         p.requires_grad_(turn != 1)
         if turn == 2:
+            r.grad = None
             opt.add_param_group({"params": [r]})
         opt.backward(S(p) + S(q) + S(r))
         opt.step()
@@ -592,6 +611,78 @@ def trains_again_after_a_loss_that_is_not_finite(wrap: Any, p: Any) -> None:
         opt.backward(S(p) * factor)
         opt.step()
         opt.zero_grad()
+
+
+@right
+def steps_on_gradients_by_hand_after_a_loss_that_is_not_finite(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p) * math.inf)
+    opt.step()
+    opt.zero_grad()
+    p.grad = torch.ones_like(p)
+    opt.step(scaled=False)
+
+
+@right
+def loads_a_state_before_the_step(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.load_state_dict(opt.state_dict())
+    opt.step()
+
+
+@right_or_refused
+def clips_the_gradients_of_an_unscaled_loss_and_adds_a_scaled_one(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    S(p).backward()
+    nn.utils.clip_grad_norm_(trained(opt), 1.0)
+    opt.backward(S(p))
+    opt.step()
+
+
+@right_or_refused
+def changes_the_gradients_of_an_unscaled_loss_and_adds_a_scaled_one(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    S(p).backward()
+    p.grad.mul_(0.5)
+    opt.backward(S(p))
+    opt.step()
+
+
+@right_or_refused
+def wraps_after_a_backward_pass(wrap: Any, p: Any, q: Any) -> None:
+    S(q).backward()
+    opt = wrap(sgd(p, q))
+    opt.backward(S(p))
+    opt.step()
+
+
+@right_or_refused
+def adds_a_parameter_after_a_backward_pass(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p))
+    S(q).backward()
+    opt.add_param_group({"params": [q]})
+    opt.backward(S(p) + S(q))
+    opt.step()
+
+
+@right_or_refused
+def clips_by_torch_before_unscaling(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    nn.utils.clip_grad_norm_(trained(opt), 0.5)
+    opt.step()
+
+
+@right_or_refused
+def clips_by_torch_while_a_partner_has_scaled_gradients(wrap: Any, p: Any, q: Any) -> None:
+    a, b = wrap([sgd(p), sgd(q)])
+    a.backward(S(p))
+    a.unscale_()
+    a.backward(S(q))
+    nn.utils.clip_grad_norm_(trained(a), 0.5)
+    a.step()
+    b.step()
 
 
 @right

@@ -156,13 +156,14 @@ class Run:
 
     def __init__(self, program: Program, kind: Kind, wrap: Callable[..., Any], **options: Any) -> None:
         self.params = weights(program.__code__.co_argcount - 1, kind.dtype)
-        self.moments: list[list[Tensor]] = [self._values()]  # the parameters before and after every update
+        self.moments: list[list[Tensor]] = [self._values()]  # the parameters before and after every update of the model
         self.refusal: polyamp.PolyampError | None = None
 
         def wrapping(optimizer: Any, **more: Any) -> Any:
-            for one in optimizer if isinstance(optimizer, list) else [optimizer]:
-                one.register_step_pre_hook(lambda *_: self.moments.append(self._values()))
-                one.register_step_post_hook(lambda *_: self.moments.append(self._values()))
+            if wrap is plain:  # polyamp's operators would leave a step with hooks to the optimizer
+                for one in optimizer if isinstance(optimizer, list) else [optimizer]:
+                    one.register_step_pre_hook(lambda *_: self.moments.append(self._values()))
+                    one.register_step_post_hook(lambda *_: self.moments.append(self._values()))
             made = wrap(optimizer, kind.policy, **{**kind.options, **options, **more})
             with polyamp.autocast(kind.policy):  # a step without any region would be reported
                 return made

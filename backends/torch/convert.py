@@ -71,7 +71,9 @@ def convert(model: nn.Module, policy: Policy) -> nn.Module:
             fix="pass the model itself; policy.cast_to_param(tree) casts arrays",
         )
     parts = list(_parts(model, policy))
-    _remove_hooks(model)
+    for module in model.modules():
+        for handle in module.__dict__.pop(_HOOKS, ()):
+            handle.remove()
     kept = _store(parts, DTYPES[policy.param])
     if DTYPES[policy.param] in SIXTEEN_BIT:
         _add_hooks(model, parts, kept, policy)
@@ -108,20 +110,17 @@ def _store(parts: list[_Part], dtype: torch.dtype) -> set[nn.Module]:
         if is_full:
             kept.add(part.module)
         if part.op_class != "keep":
-            _store_own(part.module, torch.float32 if is_full and dtype in SIXTEEN_BIT else dtype)
+            own_dtype = torch.float32 if is_full and dtype in SIXTEEN_BIT else dtype
+            for parameter in own:
+                store_parameter(parameter, own_dtype)
+            for name, buffer in part.module.named_buffers(recurse=False):
+                setattr(part.module, name, cast_tensor(buffer, own_dtype))
     return kept
 
 
 def _is_full(part: _Part) -> bool:
     """Return whether a module computes in float32, at least inside, as norms do, and so needs float32 parameters."""
     return part.op_class in ("full", "inner")
-
-
-def _store_own(module: nn.Module, dtype: torch.dtype) -> None:
-    for parameter in module.parameters(recurse=False):
-        store_parameter(parameter, dtype)
-    for name, buffer in module.named_buffers(recurse=False):
-        setattr(module, name, cast_tensor(buffer, dtype))
 
 
 def _add_hooks(model: nn.Module, parts: list[_Part], kept: set[nn.Module], policy: Policy) -> None:
@@ -158,12 +157,6 @@ def _hook(module: nn.Module, inputs: torch.dtype | None, outputs: torch.dtype | 
         handles.append(module.register_forward_pre_hook(partial(_cast_inputs, dtype=inputs), with_kwargs=True))
     if outputs is not None:
         handles.append(module.register_forward_hook(partial(_cast_outputs, dtype=outputs)))
-
-
-def _remove_hooks(model: nn.Module) -> None:
-    for module in model.modules():
-        for handle in module.__dict__.pop(_HOOKS, ()):
-            handle.remove()
 
 
 def _cast_inputs(_: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) -> Any:

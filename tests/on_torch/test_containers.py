@@ -162,24 +162,6 @@ def test_a_container_keeps_its_type_and_is_not_changed(tree: Any) -> None:
     assert type(cast([tree], "float16")[0]) is type(tree)
 
 
-@pytest.mark.parametrize("tree", CONTAINERS, ids=lambda tree: type(tree).__name__)
-def test_a_converted_model_takes_it_and_returns_it(tree: Any) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(1, 1)
-
-        def forward(self, given: Any) -> Any:
-            seen.append(floating(given))
-            return given
-
-    seen: list[set[torch.dtype]] = []
-    out = polyamp.convert(Model(), "O2")(tree)
-    assert seen == [{torch.float16}]
-    assert type(out) is type(tree)
-    assert floating(out) == {torch.float32}
-
-
 def test_nested_containers_and_what_is_shared() -> None:
     one = ones()
     out = cast({"a": Plain(one), "b": deque([Encoding(x=one)]), "n": torch.ones(1, dtype=torch.int64)}, "float16")

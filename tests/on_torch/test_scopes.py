@@ -112,17 +112,3 @@ def test_a_name_at_the_end_is_about_the_scope_itself(engine: Any) -> None:
     formats = dict.fromkeys([(2, 5), (2, 6)], torch.bfloat16)
     assert {shape: dtype for shape, dtype in products.seen if shape in formats} == formats
     assert [dtype for shape, dtype in products.seen if shape == (2, 4)] == [torch.bfloat16, torch.float32]
-
-
-@pytest.mark.parametrize("engine", [None, "autocast"])
-def test_plans_name_the_rule(engine: str | None) -> None:
-    policy = polyamp.policy("mixed_bfloat16", rules={"head/*": "full"})
-    plan = polyamp.explain(Model(), X, policy=policy, engine=engine)
-    said = [(op.where.split()[0], op.format, op.reason) for op in plan.operations if op.name == "matmul"]
-    assert said == [
-        ("body", "bfloat16", "table"),
-        ("head", "float32", "rule 'head/*'"),
-        ("head.deep", "float32", "rule 'head/*'"),
-        ("ahead", "bfloat16", "table"),
-    ]
-    assert plan.unused_rules == ()

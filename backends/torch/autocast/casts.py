@@ -236,8 +236,4 @@ def _may_be_weight(updated: Tensor) -> bool:
 @cache
 def watch_optimizers() -> None:
     """Drop casts from now on after every optimizer's step: foreach and fused kernels are not watched as operators."""
-    register_optimizer_step_post_hook(unstable.not_traced(_after_step))
-
-
-def _after_step(*_: object) -> None:
-    forget_casts()
+    register_optimizer_step_post_hook(unstable.not_traced(lambda *_: forget_casts()))

@@ -109,20 +109,17 @@ def report_unused(region: Region) -> None:
     if not region.rules or _reported.get(region) == seen:
         return
     _reported[region] = seen
+    rulable = [name for name, operation in OPERATIONS.items() if operation.op_class != "keep"]
+    rulable += custom.CLASSES_OF
     unused = [
         rule
         for rule in region.rules
         if rule not in _used.get(region, ())
         and (seen or not re.search(r"[./]", rule.pattern))  # a path can only match once modules have run
-        and not any(rule.matches(name) for name in _rulable())
+        and not any(rule.matches(name) for name in rulable)
     ]
     format_name = str(region.dtype).removeprefix("torch.")
     plan.report_unused(unused, where=f"autocast to {format_name}", paths="a module")
-
-
-def _rulable() -> Iterator[str]:
-    yield from (name for name, operation in OPERATIONS.items() if operation.op_class != "keep")
-    yield from custom.CLASSES_OF
 
 
 # The hooks.

@@ -304,13 +304,9 @@ def put_together(taken: Held, tensors: Sequence[Any]) -> Any:
     return _Unpickler(io.BytesIO(taken.rest), tensors).load()
 
 
-def _flatten(held: Held) -> tuple[list[Any], Any]:
-    return list(held.tensors), held.rest
-
-
 def _unflatten(tensors: Iterable[Any], rest: Any) -> Any:
     given = list(tensors)
     return put_together(Held(given, rest), given) if given else rest
 
 
-pytree.register_pytree_node(Held, _flatten, _unflatten)
+pytree.register_pytree_node(Held, lambda held: (list(held.tensors), held.rest), _unflatten)

@@ -133,12 +133,9 @@ class Pass:
             return self._write_item(node, source)
         if native_name(node) == "_set_grad_enabled":
             self._new.records = bool(node.args[0])
-        if not tensors_of((example, self._declared(node))):
+        if not tensors_of((example, [self.known[used].declared for used in node.all_input_nodes])):
             return Known(self.graph.node_copy(node, lambda used: self.known[used].node), example, example)
         return self._write_operation(node)
-
-    def _declared(self, node: Node) -> list[Any]:
-        return [self.known[used].declared for used in node.all_input_nodes]
 
     def _write_attribute(self, node: Node, example: Any) -> Known:
         """Write a constant tensor of the graph; or a body, if the operator that runs it is not decided."""
@@ -269,7 +266,9 @@ class Pass:
         elif how.rounded:
             self._rounding.add(node)
         for one in changed:
-            self._update_names(one, known if isinstance(fake, Tensor) else Known(inputs[one], fakes[one], None, value))
+            new = known if isinstance(fake, Tensor) else Known(inputs[one], fakes[one], None, value)
+            for name in self.aliases.names(one) & self.known.keys():  # every node with that memory
+                self.known[name] = new._replace(declared=self.known[name].declared)
         return known
 
     def _round(self, known: Known) -> Known:
@@ -303,11 +302,6 @@ class Pass:
                 self._again.pop(node, None)
         stale = {self.known[name].node for name in names & self.known.keys()}
         self._new.forget(stale)
-
-    def _update_names(self, changed: Node, known: Known) -> None:
-        """After a change in place, let every node with that memory refer to the new value."""
-        for name in self.aliases.names(changed) & self.known.keys():
-            self.known[name] = known._replace(declared=self.known[name].declared)
 
     # --- bodies -------------------------------------------------------------------------------------------------------
 

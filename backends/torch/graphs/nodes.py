@@ -197,10 +197,11 @@ class Aliases:
             if (memory := storage_of(node.meta.get("example_value"))) is not None:
                 self._names[memory].append(node)
         touched = {memory for nodes in self._changed.values() for node in nodes for memory in _memories(node)}
+        # A user's operator need not return the argument that it changed.
         opaque = {
             memory
             for node in graph.nodes
-            if _is_opaque(node)
+            if isinstance(node.target, OPERATORS[0]) and not str(node.target).startswith("aten.")
             for one in self._changed[node]
             for memory in _memories(one)
         }
@@ -238,11 +239,6 @@ def _memories(node: Node) -> Iterator[int]:
     return (memory for leaf in leaves if isinstance(leaf, Tensor) and (memory := storage_of(leaf)) is not None)
 
 
-def _is_opaque(node: Node) -> bool:
-    """Return whether a node calls a user's operator, whose result need not be the argument that it changed."""
-    return isinstance(node.target, OPERATORS[0]) and not str(node.target).startswith("aten.")
-
-
 _SAME_VALUE = frozenset({"identity", "cast"})  # if the dtype stays
 _SAME_IF_REAL = frozenset({"conj", "_conj", "real", "conj_physical"})
 _DIFFERENT = frozenset({"random", "dropout", "constant", "fill", "custom_call", "optimizer_update"})
@@ -265,14 +261,17 @@ class Sameness:
         self._numbers[node] = self._number(node, operation)
         made_of = [one for one in operands_of(node) if isinstance(one.meta.get("example_value"), Tensor)]
         is_pure = operation not in (None, "random", "dropout") and not is_changed
-        if is_constant or (is_pure and self._of_constants(operation, made_of)):
+        of_constants = operation in _FROM_SHAPES or (made_of and self._constants.issuperset(made_of))
+        if is_constant or (is_pure and of_constants):
             self._constants.add(node)
 
     def specific(self, node: Node, operation: str) -> str:
         """Return the operation that a node is, considering its operands; see `polyamp.flow.specific`."""
         if operation not in ("mul", "div", "dot"):
             return operation
-        first, second = [*_two_operands(node), None, None][:2]
+        named = [node.kwargs[name] for name in ("input", "self", "other", "tensor", "tensor2") if name in node.kwargs]
+        operands: list[Any] = [*node.args, *named, None, None]
+        first, second = operands[:2]
         both = isinstance(first, Node) and isinstance(second, Node)
         of_itself = both and self._numbers.get(first, first) == self._numbers.get(second, second)
         over = self._is_constant(first) and isinstance(second, Node) and not self._is_constant(second)
@@ -291,11 +290,6 @@ class Sameness:
     def _shown(self, used: Node) -> Any:
         return _Numbered(self._numbers.get(used, used.name))
 
-    def _of_constants(self, operation: str | None, made_of: list[Node]) -> bool:
-        if operation in _FROM_SHAPES:
-            return True
-        return bool(made_of) and self._constants.issuperset(made_of)
-
     def _is_constant(self, operand: Any) -> bool:
         if isinstance(operand, Node):
             return operand in self._constants or not isinstance(
@@ -312,11 +306,6 @@ class _Numbered:
 
     def __repr__(self) -> str:
         return f"%{self._number}"
-
-
-def _two_operands(node: Node) -> list[Any]:
-    named = [node.kwargs[name] for name in ("input", "self", "other", "tensor", "tensor2") if name in node.kwargs]
-    return [*node.args, *named]
 
 
 def _returns_its_input(node: Node, first: Node, operation: str | None) -> bool:

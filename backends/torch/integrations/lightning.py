@@ -114,7 +114,8 @@ class _Precision(BaseOfFabric):
             wrapped = wrap_optimizer(optimizer, self.policy, **self._options)
             if first is not None:
                 wrapped.share_scales(first)
-            wrapped.__class__ = _named_like(type(optimizer))  # type: ignore[arg-type]
+            # Callbacks name learning rates by the name of the optimizer's class.
+            wrapped.__class__ = type(type(optimizer).__name__, (LossScaledOptimizer,), {})
         if first is not None and wrapped.scalers is not first.scalers:
             fix = "leave them plain, or wrap them with polyamp.wrap_optimizer([first, second], policy)"
             raise different_loss_scales(where=type(self).__name__, fix=fix)
@@ -355,11 +356,6 @@ def _unscale(optimizer: LossScaledOptimizer) -> None:
 
 
 @functools.cache
-def _named_like(kind: type) -> type[LossScaledOptimizer]:
-    """Return a class with the name of an optimizer's, by which callbacks name learning rates."""
-    return type(kind.__name__, (LossScaledOptimizer,), {})
-
-
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()

@@ -211,11 +211,8 @@ class Recorder(Watcher):
             if one.requires_grad and one.is_leaf and one not in self.leaves:
                 self.leaves[one] = None
                 self.changes.take_gradient(one)
-                hook = one.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+                hook = one.register_post_accumulate_grad_hook(lambda leaf: self.took(leaf, leaf.grad))  # type: ignore[no-untyped-call]
                 self.hooks.callback(hook.remove)
-
-    def _accumulated(self, leaf: Tensor) -> None:
-        self.took(leaf, leaf.grad)
 
     def took(self, leaf: Tensor, grad: Any) -> None:
         """Record a leaf's gradient: the row of its computation becomes the row of the leaf's gradient."""

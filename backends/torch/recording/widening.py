@@ -48,8 +48,9 @@ class Widened(Tensor):
 
 def run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an aten operator with all 16-bit work in float32, and return `Widened` results if they would be 16-bit."""
-    given = list(tensors([*args, *kwargs.values()]))
-    if not any(one.dtype in SIXTEEN_BIT for one in given) and not _names_low(args, kwargs):
+    values = [*args, *kwargs.values()]
+    given = list(tensors(values))
+    if not any(one.dtype in SIXTEEN_BIT for one in given) and not any(map(_is_low, values)):
         return op(*args, **kwargs)
     if op.is_view and not any(isinstance(one, Widened) for one in given):
         return op(*args, **kwargs)  # a view of a 16-bit parameter, which shares its memory
@@ -173,10 +174,6 @@ def _can_widen(op: Any, given: Iterable[Tensor]) -> bool:
 
 def _is_low(value: Any) -> bool:
     return isinstance(value, torch.dtype) and value in SIXTEEN_BIT
-
-
-def _names_low(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return any(map(_is_low, args)) or any(map(_is_low, kwargs.values()))
 
 
 def written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

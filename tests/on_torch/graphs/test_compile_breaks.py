@@ -104,15 +104,6 @@ def test_rules_hold_between_graphs(rule: dict[str, str]) -> None:
     assert model.seen == [torch.float32]
 
 
-def test_the_current_policy_at_each_call_holds() -> None:
-    model = Net("last")
-    fast = compiled(model, None)
-    for name in ("mixed_bfloat16", "mixed_float16", "float32", "mixed_bfloat16"):
-        with polyamp.policy(name):
-            fast(X)
-    assert model.seen == [torch.bfloat16, torch.float16, torch.float32, torch.bfloat16]
-
-
 def test_an_error_leaves_no_region() -> None:
     @torch._dynamo.disable
     def fails(x: Tensor) -> Tensor:

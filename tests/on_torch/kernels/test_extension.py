@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -292,28 +291,6 @@ def test_a_failure_is_told_with_its_end_and_not_tried_again(tmp_path: Path) -> N
         assert "Traceback" not in done.stderr
         calls.append(len(log.read_text().split()))
     assert calls[0] == calls[1] < calls[2]
-
-
-CHECK = extension.CSRC / "check.py"
-
-
-@pytest.mark.parametrize(
-    ("log", "problem"),
-    [
-        ("Used 64 registers", None),
-        ("8 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads\nUsed 64 registers", "12 bytes"),
-        ("Used 20 registers\nFunction properties for pow\nUsed 66 registers", "66 registers, more than 64"),
-    ],
-)
-def test_what_the_check_of_the_kernels_fails_on(log: str, problem: str | None) -> None:
-    spec = importlib.util.spec_from_file_location("check", CHECK)
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(check := importlib.util.module_from_spec(spec))
-    (kernel,) = check.kernels(f"ptxas info: Compiling entry function 'step' for 'sm_90'\n{log}\n")
-    said = kernel.problem()
-    assert said is None if problem is None else problem in said
-    assert check.warnings("a.cu(3): warning #177-D: unused\nnothing") == ["a.cu(3): warning #177-D: unused"]
 
 
 STEP_WITHOUT_AUTOCAST = """

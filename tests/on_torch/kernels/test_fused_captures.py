@@ -177,36 +177,3 @@ def test_optimizers_that_share_a_loss_scale_have_workspaces_of_their_own(device:
     assert {name: len(places) for name, places in noted.seen.items()} == {
         "polyamp::grad_stats": 2, "polyamp::adam_step_": 2
     }  # fmt: skip
-
-
-# Gradients as DistributedDataParallel leaves them.
-
-
-def in_one_bucket(params: list[Any], ahead: int) -> None:
-    """Gradients as views of one flat buffer in the reverse order of parameters, behind ``ahead`` other elements."""
-    flat = torch.empty(ahead + sum(param.numel() for param in params), dtype=params[0].dtype, device=params[0].device)
-    for param in reversed(params):
-        param.grad = flat[ahead : ahead + param.numel()].view_as(param)
-        ahead += param.numel()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("dtype", "storage"), [(torch.float32, None), (torch.float16, True)])
-@pytest.mark.parametrize("name", ["adam-l2", "nesterov", "sgd"])
-def test_gradients_in_a_bucket_make_the_same_steps(name: str, dtype: torch.dtype, storage: Any, device: str) -> None:
-    """A layer of three outputs first leaves all that follow off by 12 bytes."""
-    trained = []
-    for in_bucket in (False, True):
-        torch.manual_seed(0)
-        model = nn.ParameterList([torch.randn(64, 33), torch.randn(4099), torch.randn(3)]).to(device, dtype)
-        opt = wrapped(COVERED[name](model.parameters()), True, max_grad_norm=1.0, master_weights=storage)
-        for step in range(3):
-            if in_bucket:
-                in_one_bucket([*model.parameters()], ahead=0)
-            opt.zero_grad(set_to_none=not in_bucket)
-            opt.backward(sum(((step + 1) * param.float()).sin().sum() for param in model))
-            if in_bucket:
-                assert model[1].grad.data_ptr() % 16 == 3 * dtype.itemsize % 16
-            opt.step()
-        trained.append([param.detach() for param in model])
-    same(*trained)

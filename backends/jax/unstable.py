@@ -19,8 +19,6 @@ from jax.extend.source_info_util import current_name_stack, summarize, user_cont
 
 from polyamp.operations import OPERATIONS
 
-__all__ = ["Literal"]
-
 DEFAULT = lax.Precision.DEFAULT
 
 
@@ -91,20 +89,6 @@ def bound(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = 
     else:
         results = primitive.bind(*arrays, **(equation.params if params is None else params))
     return list(results) if primitive.multiple_results else [results]
-
-
-def batching_rule(equation: Any) -> tuple[Any, Callable[..., tuple[list[Any], list[bool]]]]:
-    """Return the program of a function with its own rule for ``vmap``, and that rule on flat arrays."""
-    # The rule returns the outputs, and which of them are batched.
-    params = equation.params
-    in_tree = params["in_tree"]
-
-    def rule(size: int, batched: Sequence[bool], *arrays: Any) -> tuple[list[Any], list[bool]]:
-        inputs, flags = (jax.tree.unflatten(in_tree, each) for each in (arrays, batched))
-        outputs, are_batched = params["rule"](size, list(flags), *inputs)
-        return jax.tree.leaves(outputs), jax.tree.leaves(are_batched)
-
-    return params["call"], rule
 
 
 def _call_parts(equation: Any) -> tuple[dict[str, Any], Sequence[Any]]:

@@ -242,17 +242,14 @@ def bind_wide(equation: Any, cells: Sequence[Cell], anew: Sequence[str] = ()) ->
     if name in _NEEDING_OPERANDS or name in _NEEDING_RESULTS:
         smaller = list(map(with_less_kept, inputs))
         inputs = smaller if name in _NEEDING_OPERANDS or any(map(_is_smaller, smaller)) else inputs
-    if not any(taken.is_anew or _is_smaller(taken) or _is_narrow(taken, name) for taken in inputs):
+    is_narrow = name in _NEEDING_OPERANDS and any(is_traced(cell) and cell.dtype != cell.declared for cell in cells)
+    if not is_narrow and not any(taken.is_anew or _is_smaller(taken) for taken in inputs):
         return unstable.bound(equation, _wide(cells), equation.params)
     return bind(lambda arrays: unstable.bound(equation, arrays, equation.params), inputs)
 
 
 def _is_smaller(taken: Taken) -> bool:
     return taken.leaves != [taken.cell]
-
-
-def _is_narrow(taken: Taken, name: str) -> bool:
-    return name in _NEEDING_OPERANDS and is_traced(taken.cell) and taken.cell.dtype != taken.cell.declared
 
 
 def _wide(cells: Sequence[Cell]) -> list[Any]:

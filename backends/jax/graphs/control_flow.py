@@ -120,10 +120,11 @@ def _rewritten(run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) 
     key = (run.policy, run.is_looped, run.place(path), tuple(cell.format for cell in cells), _equal(cells))
     if key not in known:
         known[key] = _rewrite(run, closed, cells, path, frozenset())
+    is_weak = [cell.dtype == cell.declared == FLOAT32 and cell.value.state in ("weak", "input") for cell in cells]
     held = frozenset(
         (output, cells[own].value)
         for output, own in run.repeats.links(closed)
-        if known[key].outputs[output].value.state == "low" and _is_float32_as_declared(cells[own])
+        if known[key].outputs[output].value.state == "low" and is_weak[own]
     )
     if held and (key, held) not in known:
         known[key, held] = _rewrite(run, closed, cells, path, held)
@@ -146,11 +147,6 @@ def _equal(cells: Sequence[Cell]) -> tuple[int, ...]:
     """Return for each argument the index of the first one with the same numbers."""
     first: dict[Any, int] = {}
     return tuple(first.setdefault(cell.same, place) for place, cell in enumerate(cells))
-
-
-def _is_float32_as_declared(cell: Cell) -> bool:
-    """Return whether a value is float32 only by its declaration."""
-    return cell.dtype == cell.declared == FLOAT32 and cell.value.state in ("weak", "input")
 
 
 def cond(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
@@ -244,7 +240,10 @@ def _models(
     """Return a model of each value that a loop carries."""
     # The body is traced with all of them in float32. Values that the body nevertheless returns low do not add up over
     # the iterations: they are carried in 16 bits.
-    strong = [_carry(cell) for cell in carried]
+    strong = [
+        Cell(cell.array, cell.declared, cell.declared, CARRIED if cell.declared == FLOAT32 else cell.value, shared=True)
+        for cell in carried
+    ]
     if all(cell.declared != FLOAT32 or cell.value.unfit for cell in carried):
         return strong
     key = (id(equation.params), run.place(path), tuple(cell.format for cell in cells))
@@ -257,12 +256,6 @@ def _models(
         model if value.state != "low" or cell.declared != FLOAT32 or cell.value.unfit else model.low(run.compute, value)
         for cell, model, value in zip(carried, strong, values, strict=True)
     ]
-
-
-def _carry(cell: Cell) -> Cell:
-    """Return the model of a value that a loop carries in its declared dtype."""
-    value = CARRIED if cell.declared == FLOAT32 else cell.value
-    return Cell(cell.array, cell.declared, cell.declared, value, shared=True)
 
 
 def _planning(run: Interpreter, times: int = 1) -> Callable[[], Any]:

@@ -26,16 +26,6 @@ _MOVES = ("reshape", "squeeze", "copy", "name", "stop_gradient")  # the same num
 _ALIKE = ("broadcast_in_dim", "transpose", "slice", "abs", "neg")  # of the same numbers they return the same numbers
 
 
-def is_of_itself(cells: Sequence[Cell]) -> bool:
-    """Return whether an operation has two operands, which hold the same numbers in the same order."""
-    return len(cells) == 2 and cells[0].same == cells[1].same and _shape(cells[0]) == _shape(cells[1])
-
-
-def is_over(cells: Sequence[Cell]) -> bool:
-    """Return whether an operation has two operands, and only the first one is a constant."""
-    return len(cells) == 2 and cells[0].constant and not cells[1].constant
-
-
 def note_same(equation: Any, cells: Sequence[Cell], results: Sequence[Cell]) -> None:
     """Record whether the results of an equation are constants, and which other values they are the same as."""
     is_constant = bool(cells) and all(cell.constant for cell in cells)
@@ -81,9 +71,14 @@ def decide_equation(
 ) -> Decided:
     """Decide one operation, and record the findings to report."""
     native = canonical(equation.primitive.name, equation.params)
-    name = specific(native, of_itself=is_of_itself(cells), over=is_over(cells))
+    is_pair = len(cells) == 2
+    of_itself = is_pair and cells[0].same == cells[1].same and _shape(cells[0]) == _shape(cells[1])
+    over = is_pair and cells[0].constant and not cells[1].constant
+    name = specific(native, of_itself=of_itself, over=over)
     decision = decider.decide(name, path)
-    decision = _ISLAND if _is_in_float32(name, path) else decision
+    entry = CANONICAL.get(name)
+    if unstable.ISLAND in path and entry is not None and entry.op_class != "keep":
+        decision = _ISLAND
     outcome = _outcome(decider, equation, name, decision, [cell.value for cell in cells if cell.inexact])
     lowers, value = outcome.format == decider.compute, outcome.output
     is_wide = not lowers or (decision.op_class == "inner" and name not in _IN_16_BITS)
@@ -92,12 +87,6 @@ def decide_equation(
         held, value = FLOAT32, Value("strong", name)
     _note(decider, equation, name, outcome, cells)
     return Decided(name, decision, outcome, is_wide, dtype, held, value)
-
-
-def _is_in_float32(name: str, path: str) -> bool:
-    """Return whether an operation is in a part that the user keeps in float32 by an autocast to float32."""
-    entry = CANONICAL.get(name)
-    return unstable.ISLAND in path and entry is not None and entry.op_class != "keep"
 
 
 def _outcome(decider: Decider, equation: Any, name: str, decision: Decision, inputs: list[Value]) -> Flow:

@@ -1,4 +1,4 @@
-"""Handlers of functions with the user's own rules: ``custom_jvp``, ``custom_vjp``, ``custom_vmap``.
+"""Handlers of functions with the user's own derivatives: ``custom_jvp``, ``custom_vjp``.
 
 The user's rule stays a rule, and the operations inside it run by the flow rule. For example, a function with a
 ``custom_vjp`` becomes a new ``custom_vjp`` of cells. Its forward rule runs the user's forward rule again, operation by
@@ -77,28 +77,6 @@ def custom_vjp(run: Interpreter, equation: Any, cells: list[Cell], path: str) ->
     return list(call(*cells))
 
 
-def custom_vmap(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Run the function and its rule for ``vmap`` under the flow rule."""
-    program, own_rule = unstable.batching_rule(equation)
-    formats = _Formats()
-
-    call = jax.custom_batching.custom_vmap(_function(run, program, path, formats))
-
-    @call.def_vmap
-    def rule(size: int, batched: list[Cell], *own: Cell) -> tuple[list[Cell], list[Cell]]:
-        flags = [cell.array for cell in batched]
-        are_batched: list[bool] = []
-
-        def on_arrays(*arrays: Any) -> list[Any]:
-            outputs, are_batched[:] = own_rule(size, flags, *arrays)
-            return outputs
-
-        outputs = formats.same(run.call(on_arrays, [cell.within() for cell in own], path))
-        return outputs, [cell.around(flag) for cell, flag in zip(outputs, are_batched, strict=True)]
-
-    return list(call(*cells))
-
-
 class _Formats:
     """The formats of a call's outputs, the same in the function and in its rule."""
 
@@ -149,14 +127,20 @@ def _filled(cell: Cell) -> Cell:
 
 def _call_with_fixed(run: Interpreter, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
     """Call a function with arguments and results that a jaxpr cannot hold: float0, symbolic zeros, flags."""
-    fixed = {index: cell.array for index, cell in enumerate(cells) if _is_fixed(cell)}
+    fixed = {
+        index: cell.array
+        for index, cell in enumerate(cells)
+        if cell.declared == jax.dtypes.float0 or _is_static(cell.array)
+    }
     free = [cell for index, cell in enumerate(cells) if index not in fixed]
     known: dict[int, Cell] = {}
 
     def with_fixed(*arrays: Any) -> Any:
         rest = iter(arrays)
         results = list(function(*(fixed[index] if index in fixed else next(rest) for index in range(len(cells)))))
-        known.update({index: _known(one) for index, one in enumerate(results) if _is_static(one)})
+        for index, one in enumerate(results):
+            if _is_static(one):
+                known[index] = Cell.of(one, one.dtype if _is_zero(one) else jax.typeof(one).dtype)
         return [one for one in results if not _is_static(one)]
 
     others = run.call(with_fixed, free, path)
@@ -167,11 +151,3 @@ def _call_with_fixed(run: Interpreter, function: Callable[..., Any], cells: Sequ
 def _is_static(result: Any) -> bool:
     """Return whether a rule's value is not an array: a symbolic zero, a flag or a number."""
     return _is_zero(result) or isinstance(result, int | float)
-
-
-def _known(result: Any) -> Cell:
-    return Cell.of(result, result.dtype if _is_zero(result) else jax.typeof(result).dtype)
-
-
-def _is_fixed(cell: Cell) -> bool:
-    return cell.declared == jax.dtypes.float0 or _is_static(cell.array)

@@ -113,7 +113,7 @@ class Interpreter:
         known.update(zip(jaxpr.invars, cells, strict=True))
 
         def read(atom: Any) -> Cell:
-            return self._literal(atom) if isinstance(atom, unstable.Literal) else known[atom]
+            return known[atom] if unstable.is_variable(atom) else self._constant(atom, np.asarray(atom.val))
 
         for equation in jaxpr.eqns:
             cells = [read(atom) for atom in equation.invars]
@@ -160,9 +160,6 @@ class Interpreter:
         pairs = zip(results, map(unstable.dtype_in, equation.outvars), strict=True)
         to = decided.dtype
         return [unstable.converted(one, to) if declared == FLOAT32 != to else one for one, declared in pairs]
-
-    def _literal(self, literal: Any) -> Cell:
-        return self._constant(literal, np.asarray(literal.val))
 
     def _constant(self, variable: Any, array: Any) -> Cell:
         declared = unstable.dtype_in(variable)

@@ -143,17 +143,16 @@ def _walk(closed: Any, holder: Equation | None, made: dict[Any, Equation | None]
     jaxpr, _ = unstable.opened(closed)
     for own in jaxpr.eqns:
         sources = [made.get(atom) if unstable.is_variable(atom) else None for atom in own.invars]
-        equation = _outermost(own, sources) if holder is None else holder.holding(own, sources)
+        if holder is None:
+            equation = Equation(own, unstable.scopes(own), sources, "transpose" in unstable.transformations(own))
+        else:
+            equation = holder.holding(own, sources)
         parts = unstable.inner_programs(own)
         if not parts:
             made.update(dict.fromkeys(own.outvars, equation))
             yield equation
         for part in parts:
             yield from _walk_inner(part, equation, made)
-
-
-def _outermost(own: Any, sources: Sequence[Equation | None]) -> Equation:
-    return Equation(own, unstable.scopes(own), sources, "transpose" in unstable.transformations(own))
 
 
 def _walk_inner(part: Any, holder: Equation, made: dict[Any, Any]) -> Iterator[Equation]:
@@ -179,6 +178,5 @@ HANDLERS.update(
         "cond": control_flow.cond,
         "custom_jvp_call": derivatives.custom_jvp,
         "custom_vjp_call": derivatives.custom_vjp,
-        "custom_vmap_call": derivatives.custom_vmap,
     }
 )

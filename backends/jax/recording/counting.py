@@ -22,15 +22,10 @@ class Sample(NamedTuple):
     """The sample of one tensor: a pytree, so that loops and branches can return it, with an axis for iterations."""
 
     values: Any  # some of the elements, or all; f32[..., elements]
-    present: Any = None  # whether they were computed; bool[...]; None if they certainly were
+    present: Any  # whether they were computed; bool[...]
     # how often the tensor was computed, how many of all its elements are inf, how many NaN, and the bits of the largest
-    # finite magnitude; i32[..., 4]; None if ``values`` are all elements
-    totals: Any = None
-
-    def complete(self) -> Sample:
-        """Return the sample with the default values of all fields written out."""
-        totals = _totals(self.values) if self.totals is None else self.totals
-        return Sample(self.values, jnp.bool_(True) if self.present is None else self.present, totals)
+    # finite magnitude; i32[..., 4]
+    totals: Any
 
     def after(self, earlier: Sample) -> Sample:
         """Return the sample of the last iteration that computed the tensor, with the totals of all iterations."""
@@ -44,7 +39,7 @@ def sample(array: Any, turns: int = 1) -> Sample:
     """Return a sample of a floating-point array."""
     flat = array.reshape(-1).astype(jnp.float32)
     step = min(stride(flat.size * turns), max(stride(flat.size), flat.size // _LEAST | 1))
-    return Sample(flat[::step], totals=_totals(flat)) if step > 1 else Sample(flat)
+    return Sample(flat[::step], jnp.bool_(True), _totals(flat))
 
 
 def nothing(like: Sample) -> Sample:
@@ -68,15 +63,10 @@ def _merge(one: Any, other: Any) -> tuple[Any, Any, Any]:
 def spread_of(found: Sample, elements: int) -> Spread | None:
     """Count the sample, on the host, of a tensor with so many elements; None if it was not computed."""
     turns = found.values.reshape(-1, found.values.shape[-1])
-    turns = turns if found.present is None else turns[found.present.reshape(-1)]
+    turns = turns[found.present.reshape(-1)]
     bits = np.ascontiguousarray(turns).reshape(-1).view(np.int32) & 0x7FFFFFFF
-    if found.totals is None:
-        finite = bits[bits < _INFINITE]
-        times, inf, nan = len(turns), int((bits == _INFINITE).sum()), int((bits > _INFINITE).sum())
-        largest = finite.max(initial=0)
-    else:
-        totals = found.totals.reshape(-1, 4)
-        (times, inf, nan), largest = totals[:, :3].sum(0).tolist(), totals[:, 3].max()
+    totals = found.totals.reshape(-1, 4)
+    (times, inf, nan), largest = totals[:, :3].sum(0).tolist(), totals[:, 3].max()
     if not times:
         return None
     fields, magnitudes = bits >> 23, bits.view(np.float32)

@@ -77,7 +77,7 @@ class _Run:
         outputs = replay.run(program.jaxpr, values, Place(), constants=constants)
         replay.leave(outputs, Place())
         records = _chosen(replay.records, program.parameters)
-        self.records = [record._replace(sample=Sample(None)) for record in records]
+        self.records = [record._replace(sample=Sample(None, None, None)) for record in records]
         loss = None if program.loss_index is None else outputs[program.loss_index].array
         return [record.sample for record in records], loss
 
@@ -119,9 +119,6 @@ def _observations(records: Sequence[Record], samples: Sequence[Sample]) -> tuple
     )
 
 
-Function = Callable[..., Any]
-
-
 class TracedStep(NamedTuple):
     """A training step as one traced program."""
 
@@ -141,7 +138,7 @@ class TracedStep(NamedTuple):
 
 
 def traced_step(
-    step: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
 ) -> tuple[TracedStep, list[Any]]:
     """Return a step, and the arguments of its jaxpr in this call."""
     # A step with its own backward pass runs as it was written. A function that returns the loss, or ``(loss, aux)``, is
@@ -165,7 +162,7 @@ class _Trace:
     """A traced call, under a policy if one is given."""
 
     def __init__(
-        self, fn: Function, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None = None
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None = None
     ) -> None:
         pure, own_args, own_kwargs, *_ = as_pure(fn, args, kwargs)
 
@@ -182,7 +179,7 @@ class _Trace:
         self.loss_index = next((index for index, spec in enumerate(outputs) if spec is loss), None)
 
 
-def _differentiated(fn: Function, policy: Policy, *, has_aux: bool) -> Function:
+def _differentiated(fn: Callable[..., Any], policy: Policy, *, has_aux: bool) -> Callable[..., Any]:
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         loss, grads = unreported(fn, policy, has_aux)(*args, **kwargs)
         return {"loss": loss[0] if has_aux else loss, "gradients": [gradients.marked_gradients(grads)]}

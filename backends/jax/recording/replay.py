@@ -58,9 +58,9 @@ class Replay:
         known.update(zip(jaxpr.invars, values, strict=True))
 
         def read(atom: Any) -> Evaluated:
-            if isinstance(atom, unstable.Literal):
-                return self.given(np.asarray(atom.val, unstable.dtype_in(atom)), atom)
-            return known.get(atom, _NOT_NEEDED)
+            if unstable.is_variable(atom):
+                return known.get(atom, _NOT_NEEDED)
+            return self.given(np.asarray(atom.val, unstable.dtype_in(atom)), atom)
 
         for equation, uses in unstable.live(closed, [True] * len(jaxpr.outvars) if wanted is None else wanted):
             with unstable.settings_of(equation):
@@ -197,14 +197,9 @@ class _Part:
             self.outputs = self.replay.run(self.closed, values, self.place)
         return _arrays(self.outputs), [record.sample for record in self.records]
 
-    def run_complete(self, values: Sequence[Evaluated]) -> tuple[list[Any], list[Sample]]:
-        """Run a part that may run never or an unknown number of times; return the same as `run`."""
-        arrays, samples = self.run(values)
-        return arrays, [sample.complete() for sample in samples]
-
     def nothing(self, values: Sequence[Evaluated]) -> list[Sample]:
         """Return the samples of a part that did not run."""
-        _, shapes = jax.eval_shape(lambda arrays: self.run_complete(_around(values, arrays)), _arrays(values))
+        _, shapes = jax.eval_shape(lambda arrays: self.run(_around(values, arrays)), _arrays(values))
         return list(map(nothing, shapes))
 
     def results(self, arrays: Sequence[Any], samples: Sequence[Sample]) -> list[Evaluated]:
@@ -246,7 +241,7 @@ def _while(replay: Replay, equation: Any, values: list[Evaluated], place: Place)
             return replay.run(params["cond_jaxpr"], given, place)[0].array
 
     def body(carry: Any) -> Any:
-        arrays, samples = part.run_complete([*for_body, *_around(initial, carry[0])])
+        arrays, samples = part.run([*for_body, *_around(initial, carry[0])])
         return arrays, [new.after(old) for old, new in zip(carry[1], samples, strict=True)]
 
     last, samples = lax.while_loop(condition, body, (_arrays(initial), empty))
@@ -260,7 +255,7 @@ def _cond(replay: Replay, equation: Any, values: list[Evaluated], place: Place) 
 
     def branch(own: int) -> Callable[..., Any]:
         def run(arrays: list[Any]) -> Any:
-            results, samples = parts[own].run_complete(_around(operands, arrays))
+            results, samples = parts[own].run(_around(operands, arrays))
             return results, [*empty[:own], samples, *empty[own + 1 :]]
 
         return run

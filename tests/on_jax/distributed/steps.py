@@ -51,17 +51,6 @@ def test_pmap(how: str, spoiled: bool) -> None:
 
 @pytest.mark.parametrize(("how", "check_vma"), [(HOW[0], True), (HOW[2], False), (HOW[3], True)])
 @SPOILED
-def test_shard_map_over_sharded_parameters(how: str, check_vma: bool, spoiled: bool) -> None:
-    tx, step = wrapped_to_step(optax.adam(0.1), how, axis_name="data")
-    start = jnp.ones((COUNT, 3)), tx.init(jnp.ones((COUNT, 3)))
-    layout = jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), start)
-    mesh = jax.make_mesh((COUNT,), ("data",), axis_types=(AxisType.Auto,))
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=(*layout, P("data")), out_specs=layout, check_vma=check_vma)
-    check(jax.jit(mapped)(*start, shards(spoiled)), spoiled)
-
-
-@pytest.mark.parametrize(("how", "check_vma"), [(HOW[0], True), (HOW[2], False), (HOW[3], True)])
-@SPOILED
 def test_shard_map_over_the_batch(how: str, check_vma: bool, spoiled: bool) -> None:
     """Replicated 16-bit parameters with masters: each device differentiates its part; gradients are averaged."""
     tx, step = wrapped_to_step(optax.adam(0.1), how, axis_name="data")

@@ -93,15 +93,6 @@ def cond_with_structures(w: jax.Array, x: jax.Array) -> jax.Array:
     return loss(out["y"]) * out["n"]
 
 
-def matrix_scan(w: jax.Array, x: jax.Array) -> jax.Array:
-    matrices = jnp.stack([w, w.T, w * 0.7, jnp.eye(8)])
-    return loss(x @ lax.associative_scan(jnp.matmul, matrices))
-
-
-def mapped(w: jax.Array, x: jax.Array) -> jax.Array:
-    return loss(lax.map(lambda row: layer(w, row[None])[0], x, batch_size=3))
-
-
 def remat(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return lambda w, x: loss(jax.checkpoint(f, **options)(w, jax.checkpoint(f, **options)(w, x)))
 
@@ -128,10 +119,6 @@ def sorted_(w: jax.Array, x: jax.Array) -> jax.Array:
     )
 
 
-def segments(w: jax.Array, x: jax.Array) -> jax.Array:
-    return loss(jax.ops.segment_sum(x @ w, jnp.array([0, 0, 1, 1, 2, 2]), num_segments=3) @ w)
-
-
 PROGRAMS: dict[str, Callable[..., Any]] = {
     "fori": fori,
     "nested scans": nested_scans,
@@ -141,8 +128,6 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "cond in scan": cond_in_scan,
     "switch": branches,
     "cond with structures": cond_with_structures,
-    "associative_scan": matrix_scan,
-    "map": mapped,
     "remat": remat(layer),
     "remat dots_saveable": remat(layer, policy=POLICY.dots_saveable),
     "remat nothing_saveable": remat(named_layer, policy=POLICY.nothing_saveable),
@@ -151,7 +136,6 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "reductions": reduced,
     "scatter": scattered,
     "sort": sorted_,
-    "segments": segments,
 }
 
 

@@ -1,4 +1,4 @@
-"""autocast of functions with the user's own rules (with symbolic zeros, of equinox, for vmap), and of solvers."""
+"""autocast of functions with the user's own rules (with symbolic zeros, of equinox), and of solvers."""
 
 from __future__ import annotations
 
@@ -96,13 +96,6 @@ def test_the_users_derivative_is_kept(name: str, inside: bool, policy: str) -> N
     assert_close(jax.jit(mixed)(W, X), jax.jit(plain)(W, X), policy, factor=1.5)
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-def test_forward_over_reverse_of_a_custom_jvp(inside: bool) -> None:
-    transform = lambda f: jax.jacfwd(jax.grad(lambda s: loss(f(W * s, X))))  # noqa: E731
-    mixed = transform(polyamp.autocast(wrong_jvp, BF16)) if inside else polyamp.autocast(transform(wrong_jvp), BF16)
-    assert_close(mixed(jnp.float32(1)), transform(wrong_jvp)(jnp.float32(1)), BF16)
-
-
 MATRIX = jnp.eye(8) * 2 + W @ W.T
 
 
@@ -140,7 +133,7 @@ def test_solvers(program: Callable[..., Any]) -> None:
         assert_close(jax.jit(mixed)(W, X), jax.jit(plain)(W, X), BF16, factor=2.0)
 
 
-# Rules that are entered: with symbolic zeros told or not, of equinox, for vmap.
+# Rules that are entered: with symbolic zeros told or not, of equinox.
 
 
 def with_zeros_vjp(told: bool) -> Any:
@@ -227,29 +220,6 @@ def test_every_kind_of_own_rule_is_entered(name: str, told: bool, compiled: bool
         op.format for op in polyamp.explain(loss, W, X, policy="mixed_float16").operations if op.name == "matmul"
     ]
     assert formats == ["float16"]
-
-
-def test_a_rule_for_vmap_is_used_and_lowered() -> None:
-    used = []
-
-    @jax.custom_batching.custom_vmap
-    def product(w: Any, x: Any) -> Any:
-        return jnp.tanh(x @ w)
-
-    @product.def_vmap
-    def rule(size: int, batched: Any, w: Any, x: Any) -> Any:
-        used.append(tuple(batched))
-        return jnp.tanh(jnp.einsum("nf,fg->ng", x, w)), True
-
-    w, x = jnp.ones((8, 8)) / 8, jnp.ones((4, 8))
-    over_rows = jax.vmap(polyamp.autocast(product, "mixed_float16"), (None, 0))
-    found = over_rows(w, x)
-    assert used[0] == (False, True)
-    assert "f16[" in str(jax.make_jaxpr(over_rows)(w, x))
-    np.testing.assert_allclose(found, jnp.tanh(x @ w), rtol=1e-3)
-    _, tangent = jax.jvp(lambda w: over_rows(w, x), (w,), (w,))
-    _, exact = jax.jvp(lambda w: jnp.tanh(x @ w), (w,), (w,))
-    np.testing.assert_allclose(tangent, exact, rtol=5e-3)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

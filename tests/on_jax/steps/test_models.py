@@ -14,7 +14,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import polyamp
-from polyamp.backends.jax import apply_gradients, check_limits, select
+from polyamp.backends.jax import apply_gradients, check_limits
 
 pytestmark = pytest.mark.slow
 
@@ -86,25 +86,6 @@ def nnx_loop(tx: Any = TX, stored: Any = jnp.float32) -> Any:
     return lambda held, x, y: (change(*held, x, y), held), start, lambda held: nnx.state(held[0], nnx.Param)
 
 
-def nnx_split_loop(tx: Any = TX, stored: Any = jnp.float32) -> Any:
-    definition, params, others = nnx.split(Nnx(), nnx.Param, ...)
-    params = cast(params, stored)
-
-    @jax.jit
-    def step(held: Any, x: Any, y: Any) -> Any:
-        params, others, opt_state = held
-
-        def loss_fn(params: Any, x: Any, y: Any) -> Any:
-            model = nnx.merge(definition, params, others, copy=True)
-            return mean_square(model(x), y), nnx.state(model, nnx.Not(nnx.Param))
-
-        (loss, new), grads = polyamp.value_and_grad(loss_fn, POLICY, has_aux=True)(opt_state, params, x, y)
-        params, opt_state = apply_gradients(tx, grads, opt_state, params)
-        return loss, (params, select(opt_state.last_step.applied, new, others), opt_state)
-
-    return step, (params, others, tx.init(params)), lambda held: (held[0], nnx.filter_state(held[1], nnx.BatchStat))
-
-
 def equinox_loop(tx: Any = TX, stored: Any = jnp.float32) -> Any:
     model = cast(eqx.nn.MLP(3, 1, 16, 1, key=jax.random.key(2)), stored)
 
@@ -119,11 +100,9 @@ def equinox_loop(tx: Any = TX, stored: Any = jnp.float32) -> Any:
     return step, (model, tx.init(model)), lambda held: eqx.filter(held[0], eqx.is_array)
 
 
-LOOPS = [linen_loop, nnx_loop, nnx_split_loop, equinox_loop]
 KINDS = [
-    *((loop, {}) for loop in LOOPS),
-    *((loop, {"tx": SELECTING}) for loop in (linen_loop, nnx_split_loop)),
-    *((loop, {"stored": jnp.float16}) for loop in (linen_loop, nnx_loop, equinox_loop)),
+    *((loop, options) for loop in (linen_loop, nnx_loop, equinox_loop) for options in ({}, {"stored": jnp.float16})),
+    (linen_loop, {"tx": SELECTING}),
 ]
 
 

@@ -31,12 +31,6 @@ from support.flow_cases import (
 )
 
 values = st.sampled_from(KNOWN)
-every_class_and_format = [
-    pytest.param(op_class, compute, id=f"{op_class}-{compute}")
-    for op_class in CLASSES
-    for compute in COMPUTE
-    if op_class != "inner"  # it has its own part below: it asks for its first input, and computes wide
-]
 
 
 # --- the contract: sentences that are true of every mix of inputs, and that leave none out ----------------------------
@@ -186,14 +180,6 @@ def test_an_average_is_as_large_as_its_data() -> None:
 
 
 # --- properties -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("op_class", "compute"), every_class_and_format)
-def test_low_is_what_runs_in_the_compute_format_and_fits_it(op_class: str, compute: str) -> None:
-    for mix in MIXES:
-        outcome = of_class(op_class, mix, compute)
-        assert (outcome.output.state == "low") == (outcome.format == compute), mix
-        assert not (outcome.output.state == "low" and outcome.output.unfit), mix
 
 
 @given(st.sampled_from(["follow", "neutral"]), st.lists(values, max_size=5), st.integers(0, 5))

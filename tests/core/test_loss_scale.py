@@ -68,12 +68,6 @@ def test_a_fixed_scale_is_a_positive_number(scale: float) -> None:
         LossScale.fixed(scale)
 
 
-def test_an_unknown_preset_lists_the_known_ones() -> None:
-    with pytest.raises(polyamp.errors.InvalidValueError) as caught:
-        LossScale.like("caffe")
-    assert all(name in str(caught.value) for name in LIBRARIES)
-
-
 @given(any_numbers())
 def test_settings_survive_json(config: LossScale) -> None:
     assert LossScale.from_dict(json.loads(json.dumps(config.to_dict()))) == config

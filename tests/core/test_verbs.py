@@ -38,22 +38,19 @@ def test_bad_norm_limit_is_refused(limit: Any) -> None:
         polyamp.wrap_optimizer(Stranger(), max_grad_norm=limit)
 
 
-def test_convert_and_the_other_verbs_refuse_strangers() -> None:
-    for call in (polyamp.convert, polyamp.save_loss_scale):
-        with pytest.raises(polyamp.errors.InvalidTypeError, match="no adapter knows"):
-            call(Stranger())
-    with pytest.raises(polyamp.errors.InvalidTypeError, match="no adapter knows"):
-        polyamp.scale_loss(1.0, Stranger())
-
-
-def test_loss_scale_of_another_type_is_refused() -> None:
-    with pytest.raises(polyamp.errors.InvalidTypeError, match="not a loss scale"):
-        polyamp.wrap_optimizer(Stranger(), "mixed_float16", loss_scale="128")  # type: ignore[arg-type]
-
-
-def test_two_policies_are_refused() -> None:
-    with pytest.raises(polyamp.errors.InvalidTypeError, match="one policy"):
-        polyamp.autocast("mixed_float16", "mixed_bfloat16")
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: polyamp.convert(Stranger()), "no adapter knows"),
+        (lambda: polyamp.save_loss_scale(Stranger()), "no adapter knows"),
+        (lambda: polyamp.scale_loss(1.0, Stranger()), "no adapter knows"),
+        (lambda: polyamp.wrap_optimizer(Stranger(), "mixed_float16", loss_scale="128"), "not a loss scale"),  # type: ignore[arg-type]
+        (lambda: polyamp.autocast("mixed_float16", "mixed_bfloat16"), "one policy"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused(call: Any, says: str) -> None:
+    with pytest.raises(polyamp.errors.InvalidTypeError, match=says):
+        call()
 
 
 def test_unknown_backend_is_refused_and_the_known_are_listed() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-import jmp
 import keras
 import numpy as np
 import optax
@@ -82,16 +81,12 @@ def test_presets_start_with_the_library_s_own_defaults(name: str) -> None:
 
 # --- limits: the library's own to the last update that float32 can divide by ------------------------------------------
 
-
-@pytest.mark.parametrize("name", INSTALLED)
-def test_overflows_lead_down_to_the_library_s_own_minimum(name: str) -> None:
-    trace = [False] * 130 + [True] * 10
-    assert our_scales(name, trace, interval=1) == their_scales(name, trace, interval=1)
+LIMITED = [(name, [False] * 130 + [True] * 10) for name in INSTALLED]
+LIMITED += [(name, [True] * 130 + [False] * 10 + [True] * 20) for name in ("torch", "tensorflow", "flax", "jmp")]
 
 
-@pytest.mark.parametrize("name", ["torch", "tensorflow", "flax", "jmp"])
-def test_growth_leads_up_to_the_library_s_own_maximum(name: str) -> None:
-    trace = [True] * 130 + [False] * 10 + [True] * 20
+@pytest.mark.parametrize(("name", "trace"), LIMITED)
+def test_the_scale_stops_at_the_library_s_own_limits(name: str, trace: Trace) -> None:
     assert our_scales(name, trace, interval=1) == their_scales(name, trace, interval=1)
 
 
@@ -212,14 +207,6 @@ def test_every_holder_writes_every_form(holder: str, like: str) -> None:
     assert polyamp.save_loss_scale(again)["scale"] == 1024.0
 
 
-@LOST
-def test_the_real_scalers_of_torch_take_what_a_keras_model_was_trained_with() -> None:
-    optimizer = keras_optimizer(LossScale(init=2.0**10))
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.load_state_dict(polyamp.save_loss_scale(optimizer, like="torch"))
-    assert scaler.get_scale() == 1024.0
-
-
 def test_megatron_gets_the_scale_as_a_tensor() -> None:
     saved = polyamp.save_loss_scale(torch_optimizer(LossScale.like("megatron")), like="megatron")
     assert torch.equal(saved["scale"], torch.tensor([2.0**32]))
@@ -258,44 +245,25 @@ def test_losses_without_a_number_are_reported() -> None:
         assert list(polyamp.save_loss_scale(optimizer, like="apex")) == ["loss_scaler0"]
 
 
-# --- another policy's, and other libraries', in every framework -------------------------------------------------------
-
-GRAD_SCALER = torch.amp.GradScaler("cpu", init_scale=1024.0)
-GRAD_SCALER.scale(torch.ones(()))
-SAVED: dict[str, Any] = {
-    "GradScaler": GRAD_SCALER.state_dict(),
-    "Apex": {"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 0}},
-    "DeepSpeed": {"cur_scale": 1024.0, "cur_iter": 5, "last_overflow_iter": 4, "scale_window": 1000},
-    "jmp": jmp.DynamicLossScale(jnp.float32(1024.0)),
-    "by hand": {"scale": 1024.0},
-}
+# --- another policy's, in every framework -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("there", "here", "steps", "reports", "loaded"),
+    [
+        ("mixed_bfloat16", "mixed_float16", {}, "starts at init = 65536", (65536.0, 0, 0)),
+        ("mixed_float16", "mixed_bfloat16", {"steps": 7, "skipped": 2}, "does not scale", (1.0, 7, 2)),
+    ],
+)
 @pytest.mark.parametrize("framework", OPTIMIZERS)
-def test_another_library_s_scale_is_taken(framework: str) -> None:
-    for library in SAVED.values():
-        holder = polyamp.load_loss_scale(OPTIMIZERS[framework](policy="mixed_float16"), library)
-        saved = polyamp.save_loss_scale(holder)
-        assert (saved["scale"], saved["skipped"], saved["steps"]) == (1024.0, 0, 0)
-
-
-@pytest.mark.parametrize("framework", OPTIMIZERS)
-def test_a_state_of_bfloat16_starts_float16_at_init(framework: str) -> None:
-    saved = polyamp.save_loss_scale(OPTIMIZERS[framework](policy="mixed_bfloat16"))
-    holder = OPTIMIZERS[framework](policy="mixed_float16")
-    with pytest.warns(PolyampWarning, match="starts at init = 65536"):
-        holder = polyamp.load_loss_scale(holder, saved)
-    assert polyamp.save_loss_scale(holder)["scale"] == 65536.0
-
-
-@pytest.mark.parametrize("framework", OPTIMIZERS)
-def test_a_state_of_float16_is_taken_by_bfloat16_without_its_scale(framework: str) -> None:
-    saved = polyamp.save_loss_scale(OPTIMIZERS[framework](policy="mixed_float16")) | {"steps": 7, "skipped": 2}
-    holder = OPTIMIZERS[framework](policy="mixed_bfloat16")
-    with pytest.warns(PolyampWarning, match="does not scale"):
-        holder = polyamp.load_loss_scale(holder, saved)
-    loaded = polyamp.save_loss_scale(holder)
-    assert (loaded["scale"], loaded["steps"], loaded["skipped"]) == (1.0, 7, 2)
+def test_a_state_of_another_format_starts_anew(
+    framework: str, there: str, here: str, steps: dict[str, int], reports: str, loaded: tuple[float, int, int]
+) -> None:
+    saved = polyamp.save_loss_scale(OPTIMIZERS[framework](policy=there)) | steps
+    with pytest.warns(PolyampWarning, match=reports):
+        holder = polyamp.load_loss_scale(OPTIMIZERS[framework](policy=here), saved)
+    found = polyamp.save_loss_scale(holder)
+    assert (found["scale"], found["steps"], found["skipped"]) == loaded
 
 
 CONFIGS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import keras
@@ -59,32 +59,25 @@ def tensorflow_nodes() -> set[str]:
     return {name for name in dir(tf.raw_ops) if name[0] != "_"} | nvidia_only | {"_FusedMatMul", "_FusedConv2D"}
 
 
-NEW_IN_TORCH = {"linalg_matrix_sqrth"}  # 2.15
-
-
-def test_torch_names_exist() -> None:
-    assert set(torch_names) - aten_names() - NEW_IN_TORCH == set()
-
-
-def test_torch_modules_exist() -> None:
-    assert {
-        name for name in MODULES if not hasattr(torch.nn, name) and not hasattr(torch.nn.modules.linear, name)
-    } == set()
-
-
-def test_jax_names_exist() -> None:
-    assert set(jax_names) - jax_primitives() == set()
-
-
-def test_tensorflow_names_exist() -> None:
-    assert set(tensorflow_names) - tensorflow_nodes() == set()
-
-
-def test_keras_names_exist() -> None:
+def keras_layers() -> set[str]:
     classes = {name: thing for name, thing in vars(keras.layers).items() if isinstance(thing, type)}
-    known = set(classes) | {thing.__name__ for thing in classes.values()}
-    assert set(keras_names) - known == set()
-    assert {name for name in ACTIVATIONS if not hasattr(keras.activations, name)} == set()
+    return set(classes) | {thing.__name__ for thing in classes.values()}
+
+
+NEW_IN_TORCH = {"linalg_matrix_sqrth"}  # 2.15
+NAMES: dict[str, tuple[Iterable[str], Callable[[], Iterable[str]]]] = {
+    "torch": (torch_names, lambda: aten_names() | NEW_IN_TORCH),
+    "torch modules": (MODULES, lambda: dir(torch.nn) + dir(torch.nn.modules.linear)),
+    "jax": (jax_names, jax_primitives),
+    "tensorflow": (tensorflow_names, tensorflow_nodes),
+    "keras": (keras_names, keras_layers),
+    "keras activations": (ACTIVATIONS, lambda: dir(keras.activations)),
+}
+
+
+@pytest.mark.parametrize(("ours", "known"), NAMES.values(), ids=NAMES)
+def test_names_exist(ours: Iterable[str], known: Callable[[], Iterable[str]]) -> None:
+    assert set(ours) - set(known()) == set()
 
 
 @pytest.mark.parametrize("family", [torch.nn.modules.conv, torch.nn.modules.batchnorm, torch.nn.modules.normalization])
@@ -107,9 +100,6 @@ def test_torch_modules_with_weights_are_mapped(family: object) -> None:
 )
 def test_torch_spellings(spelling: str, name: str | None) -> None:
     assert canonical(spelling) == name
-
-
-# --- the same operation in each ---------------------------------------------------------------------------------------
 
 
 # --- lists of the sources ---------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import polyamp
-import polyamp.backends.torch as amp
 from polyamp.backends.torch import autocast
 from polyamp.backends.torch.autocast import regions
 from polyamp.errors import UnsupportedError
@@ -77,17 +76,6 @@ def test_entering_at_every_step_leaves_nothing_behind() -> None:
         return len(contextvars.copy_context()), sum(type(one) is regions.Frame for one in gc.get_objects())
 
     assert step() == step()
-
-
-def test_the_adapters_own_takes_a_name_and_decorates() -> None:
-    @amp.autocast(policy="mixed_bfloat16")
-    def product(x: torch.Tensor) -> torch.Tensor:
-        return x @ x
-
-    for _ in range(2):
-        assert product(torch.ones(2, 2)).dtype == torch.bfloat16
-    with amp.autocast(policy=polyamp.policy("mixed_float16")):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
 
 
 def test_a_float16_region_and_an_optimizer_that_was_wrapped_without_a_policy_are_reported(

@@ -5,7 +5,6 @@ On the CPU these are the operators' references, or the compiled ones where they 
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -15,10 +14,8 @@ import torch
 from support.torch_steps import (
     COVERED,
     DEVICES,
-    SCALE,
     STEP_OPERATORS,
     NoSync,
-    Plain,
     Way,
     close,
     loss_of,
@@ -96,22 +93,6 @@ def test_without_fused_step_no_operator_of_ours_runs_on_a_cpu() -> None:
         model = network()
         way = Way(model, wrapped(COVERED["adamw"](model.parameters()), choice))
         assert operators(lambda way=way: train(way, range(2), overflows={})) == []
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.bfloat16) for name in COVERED), ("adamw", torch.float16)])
-def test_one_step_with_masters_is_the_plain_one_in_float32(name: str, dtype: torch.dtype, device: str) -> None:
-    model = network(device, dtype)
-    shadow = copy.deepcopy(model).float()
-    opt = wrapped(COVERED[name](model.parameters()), True, max_grad_norm=0.5)
-    opt.backward(loss_of(model))
-    for own, param in zip(shadow.parameters(), model.parameters(), strict=True):
-        own.grad = param.grad.float() / SCALE.init
-    opt.step()
-    Plain(COVERED[name](shadow.parameters()), 0.5).step()
-    masters = [master.detach() for master in opt.param_groups[0]["params"]]
-    close(masters, [param.detach() for param in shadow.parameters()])
-    assert all(torch.equal(param, master.to(dtype)) for param, master in zip(model.parameters(), masters, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)

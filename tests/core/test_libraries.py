@@ -204,9 +204,3 @@ def test_counters_that_are_lost_are_named_once() -> None:
 @pytest.mark.parametrize("config", [NONE, LossScale.skip_nonfinite()], ids=repr)
 def test_a_scale_that_multiplies_nothing_is_a_disabled_scaler_in_torch(config: LossScale) -> None:
     assert config.to_state_dict(config.initial_state(), like="torch") == {}
-
-
-def test_an_unknown_library_is_refused() -> None:
-    config = LossScale()
-    with pytest.raises(InvalidValueError, match="did you mean megatron"):
-        config.to_state_dict(config.initial_state(), like="megatrn")

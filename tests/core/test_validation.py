@@ -24,6 +24,7 @@ from polyamp.errors import check_choice, check_options
         (lambda: policy(compute="flaot16"), "did you mean float16"),
         (lambda: policy("fp16", rules={"softmax": "lowr"}), "did you mean lower"),
         (lambda: LossScale.like("pytorch"), "did you mean torch"),
+        (lambda: LossScale().to_state_dict(LossScale().initial_state(), like="megatrn"), "did you mean megatron"),
         (lambda: LossScale.from_dict({"intervall": 3}), "did you mean interval"),
         (lambda: polyamp.convert(3, backend="tensorfow"), "did you mean tensorflow"),
     ],

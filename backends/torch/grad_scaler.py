@@ -20,7 +20,7 @@ from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.guards import scaled_twice
 from polyamp.backends.torch.optimizer import LossScaledOptimizer, not_a
 from polyamp.backends.torch.overflow import NonFinite, Overflow, describe, find, named, names_of
-from polyamp.backends.torch.ranks import any_rank, check_process_group, has_peers
+from polyamp.backends.torch.ranks import any_rank, check_process_group
 from polyamp.backends.torch.recording.reach import is_recorded, update_begins
 from polyamp.backends.torch.scale import LossScaler, checked_scale
 from polyamp.backends.torch.skipping import Stepper
@@ -173,7 +173,11 @@ class GradScaler(torch.amp.GradScaler):
             return outputs
         if not isinstance(outputs, Tensor | list | tuple) and isinstance(outputs, Iterable):
             outputs = list(outputs)
-        return self._scaler.scale(outputs, alone=self._is_alone(), stacklevel=5) if [*leaves(outputs)] else outputs
+        return (
+            self._scaler.scale(outputs, process_group=self._process_group, stacklevel=5)
+            if [*leaves(outputs)]
+            else outputs
+        )
 
     @not_traced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -212,7 +216,7 @@ class GradScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **kwargs)
         update_begins(scale=self.get_scale)
         _refuse(optimizer, [*args, kwargs.get("closure")])
-        self._scaler.report_earlier_step(self._explain, alone=self._is_alone())
+        self._scaler.report_earlier_step(self._explain, process_group=self._process_group)
         seen = self._seen.get(id(optimizer)) or self._look(optimizer)
         if seen.finite is not None:
             raise UsageError(
@@ -396,9 +400,6 @@ class GradScaler(torch.amp.GradScaler):
 
         self._explain = explain
         return explain
-
-    def _is_alone(self) -> bool:
-        return not has_peers(self._process_group)
 
     def _own_optimizer(self, optimizer: torch.optim.Optimizer, where: str) -> LossScaledOptimizer:
         for one in self.optimizers:

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.ranks import shard_group
-from polyamp.backends.torch.unstable import fsdp_is_loaded
+from polyamp.backends.torch.unstable import have_flattened
 
 REAL = frozenset({*SIXTEEN_BIT, torch.float32, torch.float64})
 
@@ -28,7 +28,7 @@ class Gradients:
     ) -> None:
         self._params = [param for group in param_groups for param in group["params"]]
         self._grads = [grad for param in self._params if (grad := param.grad) is not None]
-        self._norm_group = shard_group if norm_group is None and fsdp_is_loaded() else norm_group
+        self._norm_group = shard_group if norm_group is None and have_flattened(self._params) else norm_group
         self._buckets: dict[Any, Bucket] | None = None
 
     def __bool__(self) -> bool:

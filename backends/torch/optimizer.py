@@ -142,7 +142,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.stepper = Stepper(optimizer, fused_step if settings.check else False)
         self.max_grad_norm = max_grad_norm
         self.masters = make_masters(optimizer, master_weights)
-        self.last_step = StepResult(self.scaler.state)
+        self.last_step = StepResult(self.scalers.main.state)
         self.masters_wanted = master_weights
         self._start(process_group, norm_group, named)
 
@@ -169,7 +169,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self._start()
 
     def __repr__(self) -> str:
-        return f"LossScaledOptimizer({self.inner!r}, {self.scaler.settings!r})"
+        return f"LossScaledOptimizer({self.inner!r}, {self.scalers.main.settings!r})"
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner" or name.startswith("__"):  # copying and unpickling start without an inner optimizer
@@ -189,7 +189,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """The scale that the next loss is multiplied by. Reading it waits for the device if the scale is on one."""
-        return float(self.scaler.state.scale)
+        return float(self.scalers.main.state.scale)
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
@@ -203,7 +203,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     @property
     def checks(self) -> bool:
         """Whether gradients are tested at all."""
-        return self.scaler.settings.check
+        return self.scalers.main.settings.check
 
     @property
     def is_alone(self) -> bool:
@@ -242,7 +242,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         if not torch.compiler.is_compiling() and infers_pipeline():
             return loss
         look_for_casts(self, loss)
-        return self.scalers[loss_id].scale(loss, alone=self.is_alone, by=self)
+        return self.scalers[loss_id].scale(loss, process_group=self.process_group, by=self)
 
     @not_traced
     def backward(self, loss: Tensor, loss_id: Hashable = None, **options: Any) -> None:
@@ -360,7 +360,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     def make_step(self, scaled: bool | None = None) -> Any:
         """Make a step from the gradients that are there, in the order that the top of this file describes."""
         for scaler in self.scalers:
-            scaler.report_earlier_step(lambda: overflow.explain(self), alone=self.is_alone)
+            scaler.report_earlier_step(lambda: overflow.explain(self), process_group=self.process_group)
         scaling = self.settle(scaled)
         self.is_stepping = True
         try:
@@ -387,13 +387,11 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             raise _unscaled_already(where="step(scaled=True)", fix="leave scaled= out after unscale_()")
         if self.checks and witness.is_consumed:
             raise _no_backward("the gradients of the last step")
-        first = next(
-            (param.grad for group in self.parameter_groups() for param in group if param.grad is not None), None
-        )
+        first = self._first_gradient()
         if first is None:
             if self.is_alone:
                 raise _no_backward("no parameter with a gradient")
-            return witness.scaling or Scaling(self.scaler, self.scaler.state.scale)  # peers wait for this rank
+            return witness.scaling or Scaling(self.scaler, self.scalers.main.state.scale)  # peers wait for this rank
         if first.dtype in SIXTEEN_BIT and self.masters is None and self.masters_wanted is not False:
             raise UsageError(
                 "the parameters were converted to 16 bits after their optimizer was wrapped",
@@ -404,6 +402,13 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         scaling = witness.settle(self.scaler, declared=scaled)
         check_not_shared(self, scaling, ALIVE)
         return scaling
+
+    def _first_gradient(self) -> Tensor | None:
+        for group in self.parameter_groups():
+            for param in group:
+                if param.grad is not None:
+                    return param.grad
+        return None
 
     def prepare(self, scaling: Scaling) -> tuple[Tensor, Gradients]:
         """Test, unscale and clip. The tensor is 1.0 if a rank has a gradient that is not finite, else 0.0."""
@@ -439,7 +444,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self._close(scaler, finite, explain)
         if finite is False:
             if isinstance(known, Tensor) and not known:
-                scaler.report_loss("inf or NaN", alone=self.is_alone, where="scaling the loss")
+                scaler.report_loss("inf or NaN", process_group=self.process_group, where="scaling the loss")
             scaler.report_step(explain)
 
     def _close(
@@ -505,8 +510,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             elif witness.taken_from is not None:
                 masters.look_again(self.scaler.inverse(witness.taken_from.factor))
         if self.norm_group is None:
-            return Gradients(self.param_groups)
-        return Gradients(self.param_groups, lambda _: self.norm_group)
+            return Gradients(self.inner.param_groups)
+        return Gradients(self.inner.param_groups, lambda _: self.norm_group)
 
     def _unscale(self, gradients: Gradients, scaling: Scaling) -> Tensor:
         """Divide by the factor unless that was done; return this rank's flag of what was not finite before."""
@@ -525,15 +530,14 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def _blame(self, bad: Tensor, scalers: Sequence[LossScaler]) -> None:
         """Note for losses whether gradients became non-finite by theirs."""
-        earlier = list(self.flags.values())
-        if earlier:  # what was not finite before hides the rest
-            bad = bad * (torch.stack([flag.to(bad.device) for flag in earlier]).amax() == 0)
+        if self.flags:  # what was not finite before hides the rest
+            bad = bad * (torch.stack([flag.to(bad.device) for flag in self.flags.values()]).amax() == 0)
         for scaler in scalers:
             self.flags[scaler] = torch.maximum(self.flags[scaler], bad) if scaler in self.flags else bad
 
     def _over_ranks(self, bad: Tensor) -> Tensor:
         """Combine the flags of this step, and of each loss if there are several, over the ranks."""
-        if not self.is_alone and self.scalers.others:  # all ranks combine the same losses, also those that reached some
+        if self.scalers.others and not self.is_alone:  # all ranks combine the same losses, also those that reached some
             recent = self.witness.recent_scalers()
             own = {each: self.flags.get(each, bad * 0) for each in self.scalers if each in self.flags or each in recent}
             self.flags = own | self.flags
@@ -548,7 +552,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     def _finite_by_loss(self, finite: bool | Tensor) -> list[tuple[LossScaler, bool | Tensor]]:
         """Return for each loss whether its gradients were finite: bools if ``finite`` is a bool."""
         if len(self.flags) < 2:
-            return [(scaler, finite) for scaler in self.flags]
+            return [(next(iter(self.flags)), finite)] if self.flags else []
         flags = torch.stack(list(self.flags.values())) > 0
         blamed = flags | ~flags.any()  # all, if they became so after they were unscaled
         if isinstance(finite, bool):
@@ -593,7 +597,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     def share_scales(self, other: LossScaledOptimizer) -> None:
         """Use the loss scales of another wrapped optimizer, which trains on the same losses."""
         self.scalers = other.scalers
-        self.last_step = StepResult(self.scaler.state)
+        self.last_step = StepResult(self.scalers.main.state)
 
     def holders(self) -> Iterator[Any]:
         """Yield the objects that hold data about losses and gradients, for `recording.reach.keep`."""

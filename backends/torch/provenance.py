@@ -76,7 +76,7 @@ def follow(scaled: Iterable[Tensor], scaling: Scaling) -> None:
 
 def is_scaled(loss: Tensor) -> bool:
     """Return whether a loss is itself the result of scaling, as far as this is known."""
-    node: Any = loss.grad_fn
+    node: Any = loss.grad_fn if isinstance(loss, Tensor) else None
     if torch.compiler.is_compiling() or node is None:
         return False
     scaling = node.metadata.get(_SCALED)
@@ -148,8 +148,9 @@ def _pass_begins(scaling: Scaling, grad: Tensor) -> None:
         return
     PASSES.note(scaling)
     roots, accumulates = ((), True) if call is None else call
-    scalings = list(_scalings_of(roots)) or [scaling]
-    is_one = all(one is not None and one.is_like(scaling) for one in scalings)
+    is_one = len(roots) == 1 and is_scaled(roots[0])  # the usual pass, which starts from this loss alone
+    scalings = [] if is_one else list(_scalings_of(roots))
+    is_one = is_one or all(one is not None and one.is_like(scaling) for one in scalings)
     begun = PASSES.running[task] = Pass(task, scaling if is_one else None)
     until_backward_ends(begun)
     for witness in list(_WITNESSES):
@@ -252,9 +253,10 @@ class Witness:
         if self._is_wide and not self._stays_wide and self._noted is not None:
             self._narrow()
         self.open()
-        first = next((param for param in self._parameters() if param.grad is not None), None)
-        if first is not None and first.grad is not None:
-            self.scaling, self.taken_from, self.left = scaling, taken_from, Gradient.of(first, first.grad)
+        for param in self._parameters():
+            if param.grad is not None:
+                self.scaling, self.taken_from, self.left = scaling, taken_from, Gradient.of(param, param.grad)
+                return
 
     @property
     def is_consumed(self) -> bool:
@@ -321,7 +323,8 @@ class Witness:
         if owner is None or other is None:
             return
         if own is None:
-            self._look_for_unobserved(owner, begun, other, accumulates=accumulates)
+            if PASSES.count > self._opened_at + 1:
+                self._look_for_unobserved(owner, begun, other, accumulates=accumulates)
         elif (self.left is not None or not own.is_like(other)) and all(p.grad is None for p in self._parameters()):
             self.open()
         elif accumulates and owner.checks and self._was_used():

@@ -32,6 +32,7 @@ from polyamp.backends.torch.kernels.control import (
     unpack,
     where,
 )
+from polyamp.backends.torch.ranks import has_peers
 from polyamp.backends.torch.recording.reach import is_recorded
 from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, non_finite_loss, shown, wrong_type
 from polyamp.formats import in_single
@@ -67,7 +68,7 @@ class LossScaler:
         """Whether a scaled loss can differ from an unscaled one."""
         return self.settings.check and not self.settings.min == self.settings.max == 1
 
-    def scale(self, loss: Any, *, alone: bool = True, stacklevel: int = _STACKLEVEL, by: object = None) -> Any:
+    def scale(self, loss: Any, *, process_group: Any = False, stacklevel: int = _STACKLEVEL, by: object = None) -> Any:
         """Return a loss, or losses in containers, in float32 (float64 stays) times the loss scale, or times inf.
 
         Raises:
@@ -75,7 +76,8 @@ class LossScaler:
             UsageError: it is scaled already.
             NonFiniteLossError: ``nonfinite_loss="raise"``, and the host knows that the loss is inf or NaN.
         """
-        if any(map(provenance.is_scaled, losses_in(loss))):
+        losses = losses_in(loss)
+        if any(map(provenance.is_scaled, losses)):
             raise UsageError(
                 "the loss is scaled already",
                 where="scale(loss), backward(loss), or a trainer's backward that scales the loss itself",
@@ -88,16 +90,19 @@ class LossScaler:
             self, self.state.scale, None if by is None or torch.compiler.is_compiling() else id(by)
         )
         if not self.settings.check:
-            provenance.follow(losses_in(loss), scaling)
+            provenance.follow(losses, scaling)
             return loss
         if not self._is_decided:  # the first loss since a step
             self._is_decided, self.loss_was_finite = True, None
         if self._control is not None and is_captured():
             self.state = unpack(self._control.clone())  # the value that the graph reads at every replay
-        finite = {} if torch.compiler.is_compiling() else {id(one): self._look(one) for one in losses_in(loss)}
-        bad = next((one for one in losses_in(loss) if finite.get(id(one)) is False), None)
+        finite: dict[int, bool | Tensor] = {}
+        bad: Tensor | None = None
+        for one in () if torch.compiler.is_compiling() else losses:
+            finite[id(one)] = is_finite = self._look(one)
+            bad = one if is_finite is False and bad is None else bad
         if bad is not None:
-            self.report_loss(bad.detach(), alone=alone, where="scaling the loss", stacklevel=stacklevel)
+            self.report_loss(bad.detach(), process_group=process_group, where="scaling the loss", stacklevel=stacklevel)
         multiply = functools.partial(self._multiply, finite)
         scaled = multiply(loss) if isinstance(loss, Tensor) else map_leaves(multiply, loss)
         scaling = scaling._replace(factor=self.state.scale)
@@ -129,11 +134,11 @@ class LossScaler:
         scale = self.state.scale
         return scale.to(device) if isinstance(scale, Tensor) else self._host_factors(scale)[1]
 
-    def report_loss(self, found: object, *, alone: bool, where: str, stacklevel: int = _STACKLEVEL) -> None:
+    def report_loss(self, found: object, *, process_group: Any, where: str, stacklevel: int = _STACKLEVEL) -> None:
         """Warn or raise because a loss was inf or NaN. A step that is only observed ends here."""
         if is_recorded():
             raise non_finite_loss(found, where=where)
-        settings = self.settings if alone else replace(self.settings, nonfinite_loss="skip")
+        settings = self.settings if not has_peers(process_group) else replace(self.settings, nonfinite_loss="skip")
         was_half = isinstance(found, Tensor) and found.dtype == torch.float16
         compute = "float16" if was_half and self.compute is None else self.compute
         report_nonfinite_loss(settings, compute=compute, where=where, found=found, stacklevel=stacklevel)
@@ -212,14 +217,14 @@ class LossScaler:
         if isinstance(self.state.scale, float) and self.state.skipped_in_a_row:
             report_limits(self.settings, self.state, explain)
 
-    def report_earlier_step(self, explain: Callable[[], str], *, alone: bool = True) -> None:
+    def report_earlier_step(self, explain: Callable[[], str], *, process_group: Any = False) -> None:
         """Report what has arrived from the device since the last step, before a step and without waiting."""
         arrived = self._late.receive()
         if arrived is None:
             return
         state, losses_were_finite = decode(arrived)
         if not losses_were_finite:
-            self.report_loss("inf or NaN", alone=alone, where="scaling the loss of an earlier step")
+            self.report_loss("inf or NaN", process_group=process_group, where="scaling the loss of an earlier step")
         report_limits(self.settings, state, explain)
 
     def _host_factors(self, scale: float) -> tuple[float, Tensor, Tensor]:

@@ -206,9 +206,13 @@ def infers_pipeline() -> bool:
     return False
 
 
-def fsdp_is_loaded() -> bool:
-    """Return whether the module of `FullyShardedDataParallel` is loaded, so that parameters may be flattened."""
-    return _FSDP in sys.modules
+def have_flattened(params: Sequence[Tensor]) -> bool:
+    """Return whether `FullyShardedDataParallel` flattened one of these parameters."""
+    # A loop, since a generator is one more call for each parameter of each step.
+    for param in params:  # noqa: SIM110
+        if getattr(param, "_fsdp_flattened", False):
+            return True
+    return False
 
 
 def flattened_shards() -> Iterator[tuple[Tensor, Any]]:

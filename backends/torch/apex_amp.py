@@ -24,8 +24,10 @@ from polyamp.backends.torch.apex_casts import (
     casts_off,
     float_function,
     half_function,
+    promote_function,
     register_float_function,
     register_half_function,
+    register_promote_function,
 )
 from polyamp.backends.torch.apex_losses import (
     Properties,
@@ -63,8 +65,10 @@ __all__ = [
     "initialize",
     "load_state_dict",
     "master_params",
+    "promote_function",
     "register_float_function",
     "register_half_function",
+    "register_promote_function",
     "scale_loss",
     "state_dict",
 ]

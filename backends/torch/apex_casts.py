@@ -15,11 +15,11 @@ from types import BuiltinFunctionType, MethodDescriptorType, ModuleType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polyamp.backends.torch.autocast.casts import forget_casts
 from polyamp.backends.torch.autocast.context import autocast_context
-from polyamp.backends.torch.casting import cast_to
+from polyamp.backends.torch.casting import cast_to, leaves
 from polyamp.errors import InvalidValueError, warn_deprecated
 from polyamp.policies import policy
 
@@ -127,6 +127,11 @@ def _to_float(tree: Any) -> Any:
     return cast_to(tree, torch.float32, modules=False)
 
 
+def _to_widest(tree: Any) -> Any:
+    dtypes = [leaf.dtype for leaf in leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return cast_to(tree, functools.reduce(torch.promote_types, dtypes), modules=False) if dtypes else tree
+
+
 def half_function(fn: Fn) -> Fn:
     """Let a function take its floating arguments in float16, wherever O1 is active."""
     return _decorated("half_function", fn, _to_half)
@@ -137,6 +142,11 @@ def float_function(fn: Fn) -> Fn:
     return _decorated("float_function", fn, _to_float)
 
 
+def promote_function(fn: Fn) -> Fn:
+    """Let a function take its floating arguments in the widest of their types, wherever O1 is active."""
+    return _decorated("promote_function", fn, _to_widest)
+
+
 def register_half_function(module: Any, name: str) -> None:
     """Let a function of a module or class run in float16, from the next `amp.initialize` on."""
     _register("register_half_function", module, name, _to_half)
@@ -145,6 +155,11 @@ def register_half_function(module: Any, name: str) -> None:
 def register_float_function(module: Any, name: str) -> None:
     """Let a function of a module run in float32; see `register_half_function`."""
     _register("register_float_function", module, name, _to_float)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Let a function of a module run in the widest type of its arguments; see `register_half_function`."""
+    _register("register_promote_function", module, name, _to_widest)
 
 
 _registered: dict[tuple[Any, str], Cast] = {}

@@ -66,11 +66,12 @@ def test_the_handle_turns_everything_off_again() -> None:
     [
         (amp.register_half_function, "softmax", torch.float16),  # float32 by the table
         (amp.register_float_function, "mm", torch.float32),  # float16 by the table
+        (amp.register_promote_function, "maximum", torch.float32),
     ],
 )
 def test_registered_functions_of_torch_run_in_their_format(register: Any, name: str, expected: torch.dtype) -> None:
     original = getattr(torch, name)
-    arguments = {"softmax": (X, 0), "mm": (HALF, HALF)}[name]
+    arguments = {"softmax": (X, 0), "mm": (HALF, HALF), "maximum": (HALF, X)}[name]
     register(torch, name)
     assert getattr(torch, name) is original  # until amp is active
     handle = turn_on()
@@ -105,15 +106,16 @@ def test_decorated_functions() -> None:
         seen.append({first.dtype, second.dtype})
         return first.dtype, number
 
-    half, full = amp.half_function(note), amp.float_function(note)
+    half, full, widest = amp.half_function(note), amp.float_function(note), amp.promote_function(note)
     assert half.__name__ == "note"
     assert half(X, HALF, 3) == (torch.float32, 3)
     handle = turn_on()
     assert (half(X, HALF, 3), full(HALF, HALF, 3)) == ((torch.float16, 3), (torch.float32, 3))
+    assert widest(HALF, X, 3) == (torch.float32, 3)
     handle._deactivate()
     assert full(HALF, HALF, 3) == (torch.float16, 3)
     low, wide = {torch.float16}, {torch.float32}
-    assert seen == [low | wide, low, wide, low]
+    assert seen == [low | wide, low, wide, wide, low]
     assert amp.half_function(nn.ReLU())(X).dtype == torch.float32  # outside
 
 

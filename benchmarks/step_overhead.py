@@ -56,12 +56,14 @@ def torch_steps_on(device: str, count: int) -> list[Timing]:
 
         return step
 
-    def ours(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-        wrapped = polyamp.wrap_optimizer(optimizer, "mixed_float16", loss_scale=SETTINGS)
+    def ours(optimizer: torch.optim.Optimizer, policy: str, settings: polyamp.LossScale) -> Callable[[], Any]:
+        wrapped = polyamp.wrap_optimizer(optimizer, policy, loss_scale=settings)
+        first = optimizer.param_groups[0]["params"][0]
 
         def step() -> None:
             wrapped.scale(loss)
-            wrapped.step()
+            first.grad.add_(0)  # else these would be the gradients of the last step, which is refused
+            wrapped.step(scaled=True)
 
         return step
 
@@ -79,7 +81,9 @@ def torch_steps_on(device: str, count: int) -> list[Timing]:
             "plain": make().step,
             "torch.amp.GradScaler": with_scaler(make(), torch.amp.GradScaler),
             "polyamp.backends.torch.GradScaler": with_scaler(make(), GradScaler),
-            "polyamp": ours(make()),
+            "polyamp": ours(make(), "mixed_float16", SETTINGS),
+            "polyamp, bfloat16": ours(make(), "mixed_bfloat16", polyamp.LossScale.skip_nonfinite()),
+            "polyamp, bfloat16, nothing checked": ours(make(), "mixed_bfloat16", polyamp.LossScale.none()),
         }
         timings += interleave(f"torch {device} {kind}, {count} parameters", variants, ROUNDS, CALLS // count, settle)
     return timings

@@ -13,9 +13,9 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.graphs.capture import concrete_of
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.functions import decided_for
-from polyamp.backends.tensorflow.graphs.graph import Graph, Node, Places
+from polyamp.backends.tensorflow.graphs.graph import Graph, Node, Places, closure
 from polyamp.backends.tensorflow.graphs.parts import backward_pass, is_gradient
-from polyamp.backends.tensorflow.graphs.scaling import SCALES, scaling_of
+from polyamp.backends.tensorflow.graphs.scaling import SCALES, misscaled
 from polyamp.backends.tensorflow.recording.values import name_of, plain_function
 from polyamp.backends.tensorflow.steps.scaler import LossScaler
 from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
@@ -28,17 +28,14 @@ _AVERAGED = ("Mean", "RealDiv", "Div", "DivNoNan")  # these follow a cross-entro
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
     """Collect the facts that lint judges; see `polyamp.adapters.CollectFacts`."""
     kept = list(getattr(target, "trainable_variables", ()))
-    scaler = _scaler_of(optimizer)
-    known = Facts(
-        "tensorflow",
-        policy,
-        has_masters=scaler is not None and scaler.has_masters,
-    )
+    scaler = getattr(optimizer, "scaler", optimizer)
+    known = Facts("tensorflow", policy, has_masters=isinstance(scaler, LossScaler) and scaler.has_masters)
     if not _takes(target, args, kwargs):
         return replace(known, optimizer=_state_of(optimizer, []), low_parameters=_low(kept))
     concrete = concrete_of(plain_function(target), args, kwargs)
     decisions, variables = decided_for(concrete, policy), list(concrete.graph.variables)
-    seen, scaling = list(_seen(decisions, Places(concrete.graph))), scaling_of(decisions, concrete.graph)
+    seen = list(_seen(decisions, Places(concrete.graph)))
+    unscaled, clipped = misscaled(decisions, concrete.graph)
     return replace(
         known,
         optimizer=_state_of(optimizer, variables),
@@ -46,8 +43,8 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         casts=tuple(cast for one in seen for cast in _casts(one)),
         products=tuple(product for one in seen for product in _products(one)),
         losses=tuple(loss for one in seen for loss in _losses(one)),
-        unscaled=scaling.unscaled,
-        clipped=scaling.clipped,
+        unscaled=unscaled,
+        clipped=clipped,
     )
 
 
@@ -94,11 +91,6 @@ def _state_of(optimizer: Any, variables: Sequence[Any]) -> OptimizerState:
     if not names.isdisjoint(SCALES) or any("LossScaleOptimizer" in kind.__name__ for kind in kinds):
         return "native scaler"
     return "plain" if optimizer is not None else ""
-
-
-def _scaler_of(optimizer: Any) -> LossScaler | None:
-    scaler = getattr(optimizer, "scaler", optimizer)
-    return scaler if isinstance(scaler, LossScaler) else None
 
 
 def _low(variables: Sequence[Any]) -> tuple[str, ...]:
@@ -149,12 +141,6 @@ def _losses(seen: _Seen) -> Iterator[ClassLoss]:
 
 
 def _is_averaged(graph: Graph, node: Node) -> bool:
-    consumers, pending, found = graph.consumers(), [node], set[str]()
-    while pending:
-        for one in consumers[pending.pop().name]:
-            if one.op in _AVERAGED and not is_gradient(one.name):
-                return True
-            if one.name not in found:
-                found.add(one.name)
-                pending.append(one)
-    return False
+    consumers = graph.consumers()
+    after = closure([node], lambda one: consumers[one.name])
+    return any(one.op in _AVERAGED and not is_gradient(one.name) for one in after)

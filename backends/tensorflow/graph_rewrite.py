@@ -16,11 +16,13 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.adapters import UPDATE_SCOPE
-from polyamp.backends.tensorflow.autocast.context import autocast_everywhere, is_everywhere
+from polyamp.backends.tensorflow.autocast.context import autocast_everywhere
+from polyamp.backends.tensorflow.autocast.lowering import everywhere
 from polyamp.backends.tensorflow.graphs.graph import Node, lowerable
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import is_in_control_flow, replace_input
 from polyamp.errors import InvalidTypeError, is_number, shown, warn_once
+from polyamp.libraries import LIBRARIES
 from polyamp.operations import OPERATIONS as TABLE
 from polyamp.policies import policy
 from polyamp.scale import LossScale
@@ -62,7 +64,8 @@ def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic") 
     settings = _loss_scale_of(loss_scale)
     wrapped = wrap_optimizer(opt, mixed, loss_scale=settings)
     autocast_everywhere(mixed)
-    _lower_products_before()
+    if not tf.executing_eagerly():
+        _lower_products(tf.compat.v1.get_default_graph())
     return wrapped
 
 
@@ -80,22 +83,9 @@ def disable_mixed_precision_graph_rewrite() -> None:
     Warns:
         PolyampWarning: it was not enabled.
     """
-    if not is_everywhere():
+    if everywhere() is None:
         warn_once("disable_mixed_precision_graph_rewrite() changed nothing: it was not enabled")
     autocast_everywhere(None)
-
-
-def _lower_products_before() -> None:
-    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    staying = _lower_products(graph) if graph is not None else []
-    if staying:
-        warn_once(
-            f"{len(staying)} products of the default graph, {staying[0]} the first, stay float32: they are in a "
-            "loop or conditional of TensorFlow 1 that was built before enable_mixed_precision_graph_rewrite, or have "
-            "no float16 kernel. Call it before the model is built, or rewrite the graph: "
-            "polyamp.rewrite(graph.as_graph_def(), policy=...).",
-            stacklevel=4,
-        )
 
 
 def _loss_scale_of(given: Any) -> LossScale:
@@ -111,16 +101,9 @@ def _loss_scale_of(given: Any) -> LossScale:
     if "loss_scale_value" in config:
         return LossScale.fixed(config["loss_scale_value"])
     if "initial_loss_scale" in config:
-        init, interval, factor = (config[name] for name in ("initial_loss_scale", "increment_period", "multiplier"))
-        return LossScale.like(
-            "tensorflow",
-            init=init,
-            interval=interval,
-            growth=factor,
-            backoff=1 / factor,
-            min=min(rule.min, init),
-            max=max(rule.max, init),
-        )
+        theirs = {ours: config[name] for name, ours in LIBRARIES["tensorflow"].options.items()}
+        low, high = min(rule.min, theirs["init"]), max(rule.max, theirs["init"])
+        return LossScale.like("tensorflow", **theirs, backoff=1 / theirs["growth"], min=low, max=high)
     raise InvalidTypeError(
         "this is not a loss scale",
         where="enable_mixed_precision_graph_rewrite(loss_scale=)",
@@ -131,18 +114,23 @@ def _loss_scale_of(given: Any) -> LossScale:
     )
 
 
-def _lower_products(graph: tf.Graph) -> list[str]:
-    """Run the float32 products of a graph that did not run yet in float16, and return the names of those that stay."""
+def _lower_products(graph: tf.Graph) -> None:
+    """Run the float32 products of a graph that did not run yet in float16, and report those that stay."""
     staying = []
-    for operation in graph.get_operations():
-        if not _is_full_product(operation):
-            continue
-        low = () if is_in_control_flow(operation) else lowerable(_node(operation), tf.float16.as_datatype_enum)
-        if low:
-            _lower(graph, operation, low)
+    for operation in filter(_is_full_product, graph.get_operations()):
+        node = Node(operation.node_def, operation.op_def, in_function=False)
+        if low := () if is_in_control_flow(operation) else lowerable(node, tf.float16.as_datatype_enum):
+            _lower(graph, operation, node, low)
         else:
             staying.append(operation.name)
-    return staying
+    if staying:
+        warn_once(
+            f"{len(staying)} products of the default graph, {staying[0]} the first, stay float32: they are in a "
+            "loop or conditional of TensorFlow 1 that was built before enable_mixed_precision_graph_rewrite, or have "
+            "no float16 kernel. Call it before the model is built, or rewrite the graph: "
+            "polyamp.rewrite(graph.as_graph_def(), policy=...).",
+            stacklevel=4,
+        )
 
 
 def _is_full_product(operation: tf.Operation) -> bool:
@@ -152,8 +140,8 @@ def _is_full_product(operation: tf.Operation) -> bool:
     return is_product and any(output.dtype.base_dtype == tf.float32 for output in operation.outputs)
 
 
-def _lower(graph: tf.Graph, operation: tf.Operation, low: tuple[str, ...]) -> None:
-    node, attributes = _node(operation), dict(operation.node_def.attr)
+def _lower(graph: tf.Graph, operation: tf.Operation, node: Node, low: tuple[str, ...]) -> None:
+    attributes = dict(operation.node_def.attr)
     for name in low:
         attributes[name] = tf.compat.v1.AttrValue(type=tf.float16.as_datatype_enum)
     readers = [
@@ -181,7 +169,3 @@ def _lower(graph: tf.Graph, operation: tf.Operation, low: tuple[str, ...]) -> No
     for result, places in zip(results, readers, strict=True):
         for reader, place in places:
             replace_input(reader, place, result)
-
-
-def _node(operation: Any) -> Node:
-    return Node(operation.node_def, operation.op_def, in_function=False)

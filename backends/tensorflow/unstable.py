@@ -61,9 +61,6 @@ class FunctionLibrary(Mapping[str, Any]):
         except NotFoundError:
             raise KeyError(name) from None
 
-    def __contains__(self, name: object) -> bool:
-        return context.context().has_function(name)
-
     def __iter__(self) -> Any:
         return iter(context.context().list_function_names())
 

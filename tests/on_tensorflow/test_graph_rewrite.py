@@ -12,7 +12,8 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.backends.tensorflow.autocast.context import autocast_everywhere, is_everywhere
+from polyamp.backends.tensorflow.autocast.context import autocast_everywhere
+from polyamp.backends.tensorflow.autocast.lowering import everywhere
 from polyamp.backends.tensorflow.graph_rewrite import (
     disable_mixed_precision_graph_rewrite,
     enable_mixed_precision_graph_rewrite,
@@ -24,7 +25,7 @@ X, W = (tf.constant(np.random.default_rng(seed).standard_normal((8, 8)), tf.floa
 
 @pytest.fixture(autouse=True)
 def _off_before_and_after() -> Iterator[None]:
-    assert not is_everywhere()
+    assert everywhere() is None
     yield
     autocast_everywhere(None)
 
@@ -155,12 +156,6 @@ def settings(opt: Any) -> tuple[float, float, float, float]:
     return chosen.init, chosen.growth, chosen.backoff, chosen.interval
 
 
-def test_dynamic_is_the_rule_of_tensorflow_1() -> None:
-    theirs = v1.mixed_precision.DynamicLossScale().get_config()
-    ours = settings(enable_mixed_precision_graph_rewrite(sgd()))
-    assert ours == (theirs["initial_loss_scale"], theirs["multiplier"], 0.5, theirs["increment_period"])
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -194,10 +189,10 @@ def test_tensorflows_dynamic_loss_scale_keeps_its_settings() -> None:
 def test_bad_loss_scales_are_refused_and_nothing_is_switched_on(loss_scale: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         enable_mixed_precision_graph_rewrite(sgd(), loss_scale)
-    assert not is_everywhere()
+    assert everywhere() is None
 
 
 def test_what_is_no_optimizer_is_refused_and_nothing_is_switched_on() -> None:
     with pytest.raises(polyamp.errors.InvalidTypeError):
         enable_mixed_precision_graph_rewrite(tf.Variable(1.0))
-    assert not is_everywhere()
+    assert everywhere() is None

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.backends.tensorflow.autocast.context import is_everywhere
+from polyamp.backends.tensorflow.autocast.lowering import everywhere
 from polyamp.backends.tensorflow.run import begin
 from polyamp.run import Session, running
 
@@ -45,7 +45,7 @@ def with_a_tape(mode: str) -> list[float]:
 
 def test_nothing_is_turned_on_without_a_policy() -> None:
     with started(None) as session:
-        assert not is_everywhere()
+        assert everywhere() is None
         assert hasattr(tf.train.experimental, "enable_mixed_precision_graph_rewrite")
         assert with_a_tape("eager") == with_a_tape("eager")
         assert (session.holders, session.interfaces) == ([], [])

@@ -21,7 +21,6 @@ from polyamp.backends.tensorflow.autocast.lowering import (
     Lowering,
     current,
     entered,
-    everywhere,
     lowering_for,
     set_everywhere,
 )
@@ -84,11 +83,6 @@ def lowering_of(policy: Policy) -> Lowering | None:
 def autocast_everywhere(policy: Policy | None) -> None:
     """Autocast outside regions too, in every thread, from now on; None ends this."""
     set_everywhere(None if policy is None else lowering_of(policy))
-
-
-def is_everywhere() -> bool:
-    """Return whether `autocast_everywhere` is in force."""
-    return everywhere() is not None
 
 
 def is_lowering() -> bool:

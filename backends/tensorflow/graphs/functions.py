@@ -198,12 +198,8 @@ def _iteration(functions: Functions, decisions: Pass, node: Node) -> Decided:
         body = functions.body(name, arguments, decisions.scopes.scope_of(node))
         insides.append(Inside(name, body, tuple(dtype for _, dtype in body.graph.results)))
     decided = _kept(decisions, node, "calls functions")._replace(decision=Decision("keep", TABLE))
-    decided = decided._replace(results=[_returned(known) for known in decided.results])
-    return decided._replace(inside=tuple(insides))
-
-
-def _returned(known: Known) -> Known:
-    return known._replace(value=CARRIED) if known.dtype == FLOAT32 else known
+    results = [known._replace(value=CARRIED) if known.dtype == FLOAT32 else known for known in decided.results]
+    return decided._replace(results=results, inside=tuple(insides))
 
 
 def _not_entered(functions: Functions, decisions: Pass, node: Node) -> Decided:

@@ -11,15 +11,17 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.unstable import graph_of, operation_definition, registered_kernels
 
+One = TypeVar("One", bound=Hashable)
 NodeDef = tf.compat.v1.NodeDef
 FLOAT32: int = tf.float32.as_datatype_enum
 FLOATING: frozenset[int] = frozenset(
@@ -109,13 +111,7 @@ class Graph:
 
     def made_from(self, values: Iterable[str]) -> set[str]:
         """Return these values and all values that they are computed from."""
-        found, pending = set[str](), list(values)
-        while pending:
-            value = pending.pop()
-            if value not in found:
-                found.add(value)
-                pending.extend(self.maker[value].inputs if value in self.maker else ())
-        return found
+        return closure(values, lambda value: self.maker[value].inputs if value in self.maker else [])
 
     def consumers(self) -> dict[str, list[Node]]:
         """Return, for the name of each node, the nodes that take its values."""
@@ -124,6 +120,18 @@ class Graph:
             for name in {self.maker[value].name for value in node.inputs if value in self.maker}:
                 found[name].append(node)
         return found
+
+
+def closure(start: Iterable[One], following: Callable[[One], Iterable[One]]) -> set[One]:
+    """Return these and all that follow them, directly or through others."""
+    found = set(start)
+    pending = list(found)
+    while pending:
+        for one in following(pending.pop()):
+            if one not in found:
+                found.add(one)
+                pending.append(one)
+    return found
 
 
 def closes_loop(node: Node) -> bool:
@@ -207,18 +215,20 @@ class Places:
     def line(self, name: str) -> str:
         """Return file and line of the user's code that made a node; empty if that is not known."""
         # Code of TensorFlow, Keras, polyamp and the standard library is not the user's.
-        operation = self._operation(name)
-        frames = [] if operation is None else reversed(operation.traceback or [])
-        own = next((frame for frame in frames if not frame[0].startswith(_libraries())), None)
+        own = next((frame for frame in self._frames(name) if not frame[0].startswith(_libraries())), None)
         return f"{Path(own[0]).name}:{own[1]}" if own else ""
 
     def is_users(self, name: str) -> bool:
         """Return whether the user's own code made a node, and not a layer, a loss or an autocast that it called."""
         # Calls through functions of TensorFlow and ``keras.ops`` count for their caller.
-        operation = self._operation(name)
-        frames = [] if operation is None else reversed(operation.traceback or [])
-        maker = next((frame[0] for frame in frames if not _is_plain_function(frame[0])), "")
+        plain = _folders_of_functions()
+        maker = next((frame[0] for frame in self._frames(name) if not frame[0].startswith(plain)), "")
         return bool(maker) and not maker.startswith(_libraries())
+
+    def _frames(self, name: str) -> list[Any]:
+        """Return the frames of the code that made a node, innermost first."""
+        operation = self._operation(name)
+        return [] if operation is None else list(reversed(operation.traceback or []))
 
     def elements(self, graph: Graph, value: str) -> int:
         """Return the number of elements of a value; 0 if its shape is not known."""
@@ -253,20 +263,13 @@ class Places:
 _OWN = (str(Path(__file__).resolve().parents[1]), str(Path(__file__).parents[1]))
 
 
-@functools.cache
-def _is_plain_function(file: str) -> bool:
-    """Return whether a file has functions of TensorFlow, or Keras' operations."""
-    # The packages' own folders are compared, because any folder may have such a name.
-    here = Path(file)
-    if here.is_relative_to(Path(tf.__file__).parent):
-        return True
+def _folders_of_functions() -> tuple[str, ...]:
+    """Return the folders of TensorFlow and of Keras' operations, each with a separator at its end."""
+    folders = [Path(tf.__file__).parent]
     keras = sys.modules.get("keras")
-    folder = Path(keras.__file__).parent if keras is not None and keras.__file__ else None
-    return (
-        folder is not None
-        and here.is_relative_to(folder)
-        and bool({"ops", "backend"} & {*here.relative_to(folder).parts})
-    )
+    if keras is not None and keras.__file__:
+        folders += [Path(keras.__file__).parent / "src" / name for name in ("ops", "backend")]
+    return tuple(f"{folder}{os.sep}" for folder in folders)
 
 
 @functools.cache

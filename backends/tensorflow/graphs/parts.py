@@ -11,15 +11,14 @@ the scope of both nodes is ``dense``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from polyamp.adapters import UPDATE_SCOPE
-from polyamp.backends.tensorflow.graphs.graph import FLOATING, Graph, Node
+from polyamp.backends.tensorflow.graphs.graph import FLOATING, Graph, Node, closure
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import as_asked
 
-One = TypeVar("One", bound=Hashable)
 _GRADIENT_SCOPE = re.compile(r"gradient_tape|gradients(_\d+)?")
 _WRITES = re.compile(r"(Assign|ResourceApply|ResourceSparseApply|ResourceScatter|Apply|SparseApply|Scatter).*")
 _FACTORS = ("Mul", "MulNoNan", "RealDiv", "Div")
@@ -94,7 +93,7 @@ def _returns_gradient(function: Any) -> bool:
     if function is None:
         return False
     inputs = {node.name: [_maker_name(text) for text in node.input] for node in function.node_def}
-    found = _closure(map(_maker_name, function.ret.values()), lambda name: inputs.get(name, []))
+    found = closure(map(_maker_name, function.ret.values()), lambda name: inputs.get(name, []))
     return any(is_gradient(name) for name in found)
 
 
@@ -104,23 +103,12 @@ def _maker_name(reference: str) -> str:
 
 
 def _after(consumers: Mapping[str, list[Node]], start: Iterable[str]) -> set[str]:
-    return _closure(start, lambda name: (node.name for node in consumers[name]))
+    return closure(start, lambda name: (node.name for node in consumers[name]))
 
 
 def _reaching(graph: Graph, goals: set[str]) -> set[str]:
     nodes = {node.name: node for node in graph.nodes} if goals else {}
-    return _closure(goals, lambda name: (node.name for node in _made_by(graph, nodes[name])))
-
-
-def _closure(start: Iterable[One], following: Callable[[One], Iterable[One]]) -> set[One]:
-    found = set(start)
-    pending = list(found)
-    while pending:
-        for one in following(pending.pop()):
-            if one not in found:
-                found.add(one)
-                pending.append(one)
-    return found
+    return closure(goals, lambda name: (node.name for node in _made_by(graph, nodes[name])))
 
 
 def _made_by(graph: Graph, node: Node) -> list[Node]:
@@ -154,12 +142,12 @@ def _paths(graph: Graph, write: Node, before: set[str], consumers: Mapping[str, 
     """Return the nodes on paths from a variable's reads to a write of it that no gradient follows."""
     handle, value = write.inputs[:2]
     last = graph.maker.get(value)
-    makers = _closure(
+    makers = closure(
         [last] if last else [],
         lambda node: (one for one in _made_by(graph, node) if one.name not in before),
     )
     reads = {node for node in makers if node.op == "ReadVariableOp" and node.inputs[0] == handle}
-    return list(_closure(reads, lambda node: makers.intersection(consumers[node.name])) - reads)
+    return list(closure(reads, lambda node: makers.intersection(consumers[node.name])) - reads)
 
 
 def _is_average(write: Node, path: Iterable[Node]) -> bool:

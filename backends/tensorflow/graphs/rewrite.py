@@ -22,7 +22,7 @@ from polyamp.backends.tensorflow.graphs.capture import (
 from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass
 from polyamp.backends.tensorflow.graphs.functions import decided_for, decided_graph, lowered_in, lowers
 from polyamp.backends.tensorflow.graphs.planning import plan_of
-from polyamp.backends.tensorflow.graphs.scaling import scaling_of
+from polyamp.backends.tensorflow.graphs.scaling import misscaled
 from polyamp.backends.tensorflow.graphs.writing import Writer
 from polyamp.backends.tensorflow.unstable import call_in_place_of, options_of, register
 from polyamp.errors import check_options, not_traced, warn_once
@@ -171,7 +171,7 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
         with traced_for(policy):
             concrete = concrete_of(fn, args, kwargs)
         decisions = decided_for(concrete, policy)
-        check_scaling(*scaling_of(decisions, concrete.graph))
+        check_scaling(*misscaled(decisions, concrete.graph))
         if not plans:
             plans.append(functools.cache(lambda: plan_of(decisions, concrete.graph)))
         return _called(concrete, decisions, args, kwargs, name_of(fn))

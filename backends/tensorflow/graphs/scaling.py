@@ -11,7 +11,7 @@ same variable outside the update: that read scales a loss. If they do not, nobod
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import tensorflow as tf
 
@@ -125,15 +125,8 @@ _RESOURCES = frozenset({tf.resource.as_datatype_enum})
 _CLIPPING = ("ClipByValue", "Maximum", "Minimum", "L2Loss", "EuclideanNorm")
 
 
-class Scaling(NamedTuple):
-    """The errors in how a step scales its loss."""
-
-    unscaled: tuple[str, ...]  # places where gradients are divided by a loss scale that did not multiply their loss
-    clipped: tuple[str, ...]  # places where gradients are clipped while they are scaled
-
-
-def scaling_of(decisions: Pass, traced: Any) -> Scaling:
-    """Return the errors in the decided graph of a step, and in the functions that it calls."""
+def misscaled(decisions: Pass, traced: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the places in a step where gradients are unscaled though their loss was not scaled, or clipped scaled."""
     unscaled, clipped = list[str](), list[str]()
     for handle in _scale_handles(traced):
         handles = Dependence.on([handle], _RESOURCES)
@@ -146,7 +139,7 @@ def scaling_of(decisions: Pass, traced: Any) -> Scaling:
                 unscaled.append(_place(body, places, grads[0]))
             else:
                 clipped += [_place(body, places, node.outputs[0]) for node in _clipping(body, grads)]
-    return Scaling(tuple(dict.fromkeys(unscaled)), tuple(dict.fromkeys(clipped)))
+    return tuple(dict.fromkeys(unscaled)), tuple(dict.fromkeys(clipped))
 
 
 def _scaled(handles: Dependence) -> Dependence:

@@ -16,7 +16,7 @@ from polyamp.backends.tensorflow.graphs.capture import POLICY_ATTRIBUTE
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside, Pass
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, NodeDef
 from polyamp.backends.tensorflow.graphs.values import Known
-from polyamp.backends.tensorflow.steps.skipping import decisions_of, guarded, must_run
+from polyamp.backends.tensorflow.steps.skipping import decisions_of, guarded
 
 RESULT = ("saturated",)
 """Roles of results that a function returns unrounded."""
@@ -149,7 +149,8 @@ class Body:
         if applied and decisions.parts.averages:
             added = guarded(graph, decisions.parts.averages, applied, self.nodes)
             self.nodes.extend(added)
-            self.must_run, self.changed = must_run(added), True
+            self.must_run = [node.name for node in added if node.op == "AssignVariableOp"]
+            self.changed = True
 
     def restore(self, decided: Decided) -> None:
         """Give a node's name to a cast of its only output to its old type."""

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, maker_name
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, closure, maker_name
 from polyamp.backends.tensorflow.graphs.writing import RESULT
 from polyamp.backends.tensorflow.recording.values import LOW, Body
 from polyamp.backends.tensorflow.unstable import dataset_of, elements_of, run_operation
@@ -35,13 +35,8 @@ class Replay:
     def step(self, body: Body, arguments: Sequence[Any], wanted: Sequence[str]) -> list[Any]:
         """Run the outermost body as far as values are recorded or wanted, and return the wanted ones."""
         nodes = {decided.node.name: decided.node for decided in body.decisions.nodes}
-        pending = [*map(maker_name, (*wanted, *body.recorded)), *filter(body.records_inside, nodes)]
-        needed = set[str]()
-        while pending:
-            name = pending.pop()
-            if name in nodes and name not in needed:
-                needed.add(name)
-                pending += map(maker_name, nodes[name].definition.input)
+        last = [*map(maker_name, (*wanted, *body.recorded)), *filter(body.records_inside, nodes)]
+        needed = closure(last, lambda name: map(maker_name, nodes[name].definition.input) if name in nodes else ())
         values = self._values(body, arguments, needed)
         return [values[value] for value in wanted]
 

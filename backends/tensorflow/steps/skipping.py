@@ -203,8 +203,3 @@ def _all_of(values: Sequence[str]) -> list[Any]:
         first = f"{nodes[-1].name}:z:0" if nodes else values[0]
         nodes.append(NodeDef(name=f"polyamp_all_applied_{len(nodes)}", op="LogicalAnd", input=[first, value]))
     return nodes
-
-
-def must_run(nodes: Sequence[Any]) -> list[str]:
-    """Return the names of the added nodes that have effects."""
-    return [node.name for node in nodes if node.name.endswith("/polyamp_restored")]

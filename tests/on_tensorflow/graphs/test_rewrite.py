@@ -275,18 +275,6 @@ def test_a_graph_in_a_session(policy: str, resources: bool, functions: bool) -> 
         assert relative_error(found[1], expected[1]) < TOLERANCE[policy]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_nothing_in_a_graph_takes_keeps_its_type_and_name(policy: str) -> None:
-    with tf.Graph().as_default() as graph:
-        product = tf.matmul(X.numpy(), W.numpy(), name="product")
-        v1.global_variables_initializer()
-    ours = rewritten_graph(graph.as_graph_def(), policy)
-    assert types_of(ours.node) == {LOW[policy].name: 1}
-    ((found,),) = run_three_steps(ours, [product.name])[:1]
-    assert found.dtype == np.float32
-    assert relative_error(found, X @ W) < TOLERANCE[policy]
-
-
 def test_the_graph_that_was_given_stays_as_it_is() -> None:
     graph_def, _ = session_step(resources=True, functions=True)
     before = graph_def.SerializeToString(deterministic=True)
@@ -327,15 +315,6 @@ def test_a_saved_model_has_rewritten_attributes_and_methods(tmp_path: Path) -> N
     assert set(types_of(nodes_that_run(loaded.signatures["serving_default"]))) == {"bfloat16"}
     loaded.weight.assign(2.0 * W)
     assert not np.array_equal(loaded.infer(X), expected["infer"])
-
-
-def test_an_attribute_that_is_not_there_is_reported() -> None:
-    fast = polyamp.rewrite(lambda x: x + x, policy="float32")
-    with pytest.raises(AttributeError, match="before its first call"):
-        _ = fast._nothing
-    fast(X)
-    with pytest.raises(AttributeError, match=r"no attribute '_nothing'$"):
-        _ = fast._nothing
 
 
 # Plans and rules.

@@ -79,15 +79,6 @@ def test_in_a_session_scaled_steps_are_the_plain_ones_and_skipped_ones_are_none(
     assert scaled.values() == plain.values()
 
 
-@pytest.mark.parametrize("factor", [[1.0, 2.0, 3.0], [np.nan, 1.0, 1.0]])
-def test_without_a_loss_scale_it_is_the_plain_optimizer(factor: list[float]) -> None:
-    scaled, plain = Graph(lambda: wrapped("adam", loss_scale=LossScale.none())), Graph(KINDS["adam"])
-    for _ in range(3):
-        scaled.step(factor)
-        plain.step(factor)
-    assert scaled.values() == plain.values()
-
-
 def test_in_a_session_the_result_of_a_step_is_its_tensors() -> None:
     with tf.Graph().as_default(), v1.Session() as session:
         grad, weight = v1.placeholder(tf.float32, [1]), v1.get_variable("w", initializer=tf.constant([1.0]))
@@ -114,24 +105,6 @@ def test_a_saver_keeps_the_state_and_the_masters(tmp_path: Path) -> None:
     assert second.values() == first.values()
     assert second.state() == first.state()
     assert any(name.startswith("weight_master") for name in first.values())
-
-
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("kind", ["sgd", "momentum", "adam"])
-def test_in_a_function_a_skipped_step_changes_no_bit(kind: str, jit_compile: bool) -> None:
-    weight, opt, steps = tf.Variable(START), wrapped(kind), tf.Variable(0, trainable=False, dtype=tf.int64)
-
-    @tf.function(jit_compile=jit_compile)
-    def train(factor: tf.Tensor) -> None:
-        opt.minimize(lambda: tf.reduce_sum(weight * factor), global_step=steps, var_list=[weight])
-
-    train(tf.ones(3))
-    before = [variable.numpy().tobytes() for variable in (weight, steps, *opt.inner.variables())]
-    train(tf.constant([1.0, np.nan, 1.0]))
-    assert [variable.numpy().tobytes() for variable in (weight, steps, *opt.inner.variables())] == before
-    assert (opt.last_step.applied, opt.last_step.skipped_in_a_row, opt.loss_scale) == (False, 1, 2.0**15)
-    train(tf.ones(3))
-    assert (opt.last_step.applied, int(steps)) == (True, 2)
 
 
 @pytest.mark.parametrize("mode", ["eager", "function", "xla"])

@@ -96,19 +96,6 @@ def test_an_overflow_skips_the_step_whatever_it_was_clipped_to(change: Any, mode
     assert run.step(0.5, 0.5) == pytest.approx(plain.step(0.5, 0.5), rel=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["eager", "function"])
-def test_gradients_of_a_loss_that_one_scaled_oneself_are_unscaled_as_before(mode: str) -> None:
-    opt, weight = LossScaledOptimizer(sgd(), LossScale(init=8.0)), tf.Variable(START)
-
-    def step() -> None:
-        with tf.GradientTape() as tape:
-            scaled = opt.scale_loss(tf.reduce_sum(weight * [3.0, 4.0]))
-        opt.apply_gradients([(tape.gradient(scaled, weight), weight)])
-
-    (step if mode == "eager" else tf.function(step))()
-    assert weight.numpy().tolist() == [-0.5, -4.0]
-
-
 def test_towers_are_averaged_and_skipped_together() -> None:
     opt = LossScaledOptimizer(sgd(), LossScale(init=8.0))
     weight = tf.Variable(START)
@@ -125,22 +112,6 @@ def test_towers_are_averaged_and_skipped_together() -> None:
     assert weight.numpy().tolist() == [-0.5, -2.5]
     step(tf.constant([2.0, 2.0]), tf.constant([np.inf, 0.0]))
     assert (weight.numpy().tolist(), opt.last_step.applied) == ([-0.5, -2.5], False)
-
-
-def test_max_grad_norm_clips_what_was_unscaled() -> None:
-    opt, weight = LossScaledOptimizer(sgd(), max_grad_norm=1.0), tf.Variable(START)
-    pairs = opt.compute_gradients(lambda: tf.reduce_sum(weight * [3.0, 4.0]), [weight])
-    opt.apply_gradients(pairs)
-    assert weight.numpy() == pytest.approx(START - 0.5 * np.array([0.6, 0.8]))
-
-
-def test_masters_are_trained_through_both_calls() -> None:
-    weight = tf.Variable(START, dtype=tf.float16)
-    opt = polyamp.wrap_optimizer(v1.train.GradientDescentOptimizer(1e-4), "mixed_float16")
-    for _ in range(10):
-        pairs = opt.compute_gradients(lambda: tf.reduce_sum(tf.cast(weight, "float32")), [weight])
-        opt.apply_gradients(by_value(pairs))
-    assert opt.scaler.variables[-1].numpy() == pytest.approx(START - 1e-3, rel=1e-4)
 
 
 def test_calls_in_two_functions_are_refused() -> None:

@@ -14,7 +14,7 @@ from polyamp.backends.tensorflow.graphs.capture import concrete_of
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.functions import decided_for
 from polyamp.backends.tensorflow.graphs.graph import Graph, Node, Places, closure
-from polyamp.backends.tensorflow.graphs.parts import backward_pass, is_gradient
+from polyamp.backends.tensorflow.graphs.parts import is_gradient
 from polyamp.backends.tensorflow.graphs.scaling import SCALES, misscaled
 from polyamp.backends.tensorflow.recording.values import name_of, plain_function
 from polyamp.backends.tensorflow.steps.scaler import LossScaler
@@ -63,9 +63,9 @@ class _Seen(NamedTuple):
 
 def _seen(decisions: Pass, places: Places) -> Iterator[_Seen]:
     """Yield the nodes of the forward pass, including those of the functions that it calls."""
-    backward = backward_pass(decisions.graph, decisions.functions.library) | decisions.parts.update
+    later = decisions.parts.backward | decisions.parts.update
     for decided in decisions.nodes:
-        if decided.node.name not in backward:
+        if decided.node.name not in later:
             for inside in decided.inside:
                 yield from _seen(inside.decisions, places.within(inside.name))
             yield _Seen(decisions, places, decided, decisions.scopes.scope_of(decided.node))

@@ -177,22 +177,14 @@ def test_tensorflows_dynamic_loss_scale_keeps_its_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss_scale", "error"),
+    ("opt", "loss_scale", "error"),
     [
-        ("static", polyamp.errors.InvalidTypeError),
-        (None, polyamp.errors.InvalidTypeError),
-        (True, polyamp.errors.InvalidTypeError),
-        (-1.0, polyamp.errors.InvalidValueError),
-        (float("nan"), polyamp.errors.InvalidValueError),
+        (tf.Variable(1.0), "dynamic", polyamp.errors.InvalidTypeError),
+        *((sgd(), wrong, polyamp.errors.InvalidTypeError) for wrong in ("static", None, True)),
+        *((sgd(), wrong, polyamp.errors.InvalidValueError) for wrong in (-1.0, float("nan"))),
     ],
 )
-def test_bad_loss_scales_are_refused_and_nothing_is_switched_on(loss_scale: Any, error: type[Exception]) -> None:
+def test_what_is_refused_switches_nothing_on(opt: Any, loss_scale: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
-        enable_mixed_precision_graph_rewrite(sgd(), loss_scale)
-    assert everywhere() is None
-
-
-def test_what_is_no_optimizer_is_refused_and_nothing_is_switched_on() -> None:
-    with pytest.raises(polyamp.errors.InvalidTypeError):
-        enable_mixed_precision_graph_rewrite(tf.Variable(1.0))
+        enable_mixed_precision_graph_rewrite(opt, loss_scale)
     assert everywhere() is None

@@ -62,12 +62,6 @@ def is_gradient(name: str) -> bool:
     return any(_GRADIENT_SCOPE.fullmatch(part) for part in name.split("/")[:-1])
 
 
-def backward_pass(graph: Graph, library: Mapping[str, Any]) -> set[str]:
-    """Return the names of the nodes of a backward pass: those that compute gradients, and those that follow them."""
-    gradients = {node.name for node in graph.nodes if _computes_gradient(node, library)}
-    return _after(graph.consumers(), gradients)
-
-
 def forward_of(name: str) -> str:
     """Return the forward operation that a node of the backward pass differentiates, by the node's scope."""
     parts: list[list[str]] = [[]]

@@ -18,7 +18,7 @@ import tensorflow as tf
 from polyamp.adapters import UPDATE_SCOPE
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.graph import FLOATING, Node, Places
-from polyamp.backends.tensorflow.graphs.parts import backward_pass, is_gradient
+from polyamp.backends.tensorflow.graphs.parts import is_gradient
 
 CARRYING = frozenset({*FLOATING, tf.variant.as_datatype_enum})
 """Types that gradients have; a list of gradients is a variant."""
@@ -182,8 +182,7 @@ def _unscaled_values(decisions: Pass, handles: set[str]) -> list[str]:
             grads += [value for value in others if value in graph.maker and not _is_update(graph.maker[value])]
         elif node.op in ("RealDiv", "Div", "Mul", "Cast", "SelectV2", "Identity", "Reciprocal"):
             found.update(node.outputs)
-    backward = backward_pass(graph, decisions.functions.library) if grads else set()
-    return [value for value in dict.fromkeys(grads) if graph.maker[value].name in backward]
+    return [value for value in dict.fromkeys(grads) if graph.maker[value].name in decisions.parts.backward]
 
 
 def _before_update(decisions: Pass, value: str) -> str:
@@ -199,10 +198,9 @@ def _clipping(decisions: Pass, grads: list[str]) -> Iterator[Node]:
     """Yield the nodes that clip between a backward pass and the update."""
     graph = decisions.graph
     pending, seen = [graph.maker[value] for value in grads], set[str]()
-    after = backward_pass(graph, decisions.functions.library) if grads else set()
     while pending:
         node = pending.pop()
-        if node.name in seen or node.name not in after or is_gradient(node.name) or _is_update(node):
+        if node.name in seen or node.name not in decisions.parts.backward or is_gradient(node.name) or _is_update(node):
             continue
         seen.add(node.name)
         if node.op in _CLIPPING or any(part.startswith("clip_by_") for part in node.name.split("/")[:-1]):

@@ -100,18 +100,10 @@ def test_a_graph_that_was_rewritten() -> None:
 # Gradients through a rewritten function.
 
 
-def test_a_gradient_through_a_rewritten_function() -> None:
-    weight = tf.Variable(W)
-    function = rewrite(lambda x: x @ weight, policy=BF16)
-    with tf.GradientTape(), pytest.raises(polyamp.errors.UnsupportedError, match="gradient") as error:
-        function(X)
-    says(error, "whole step")
-
-
-def test_a_gradient_through_it_in_a_function_of_the_users() -> None:
+@pytest.mark.parametrize("wrap", [lambda step: step, tf.function], ids=["eager", "function"])
+def test_a_gradient_through_a_rewritten_function(wrap: Callable[..., Any]) -> None:
     function = rewrite(EDGES["traced before"], policy=BF16)
 
-    @tf.function
     def outer(x: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(x)
@@ -119,7 +111,7 @@ def test_a_gradient_through_it_in_a_function_of_the_users() -> None:
         return tape.gradient(y, x)
 
     with pytest.raises(polyamp.errors.UnsupportedError, match="gradient") as error:
-        outer(X)
+        wrap(outer)(X)
     says(error, "whole step")
 
 

@@ -365,13 +365,13 @@ def test_layers_and_variables_in_half() -> None:
 
 @pytest.mark.parametrize(
     ("step", "found"),
-    [(lambda x: x @ W, r"shape \(6, 8\)"), (lambda x: tf.size(x), "int32"), (lambda x: {"loss": x}, "dict")],
+    [
+        (lambda x: x @ W, r"shape \(6, 8\)"),
+        (lambda x: tf.size(x), "int32"),
+        (lambda x: {"loss": x}, "dict"),
+        (3, "needs a function or a graph"),
+    ],
 )
-def test_a_step_without_loss_and_gradients_is_refused(step: Any, found: str) -> None:
+def test_what_has_no_loss_and_no_gradients_is_refused(step: Any, found: str) -> None:
     with pytest.raises(polyamp.PolyampError, match=found):
         recorded(step, X)
-
-
-def test_no_function_is_refused() -> None:
-    with pytest.raises(polyamp.PolyampError, match="needs a function or a graph"):
-        recorded(3, X)

@@ -103,8 +103,7 @@ def _casts(seen: _Seen) -> Iterator[UserCast]:
     if node.op == "Cast":
         source, target = node.definition.attr["SrcT"].type, node.definition.attr["DstT"].type
         if (source in _LOW) != (target in _LOW) and seen.places.is_users(node.name):
-            where = " ".join(filter(None, (seen.scope, seen.places.line(node.name))))
-            yield UserCast(where, "tf.cast", tf.as_dtype(target).name)
+            yield UserCast(seen.places.of(seen.scope, node.name), "tf.cast", tf.as_dtype(target).name)
 
 
 def _products(seen: _Seen) -> Iterator[Product]:

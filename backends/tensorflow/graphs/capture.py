@@ -131,7 +131,7 @@ def check_captures(fn: Any, concrete: Any) -> None:
     symbolic = (tensor for tensor in concrete.captured_inputs if tf.is_symbolic_tensor(tensor))
     foreign = next((tensor for tensor in symbolic if tensor.graph not in around), None)
     if foreign is not None:
-        raise _refused(fn, _FOREIGN, Places(foreign.graph).of("", foreign.op.name), _PASS_TENSOR)
+        raise _refused(fn, _FOREIGN, Places(foreign.graph).of(foreign.op.name, foreign.op.name), _PASS_TENSOR)
 
 
 _FOREIGN = "it takes a tensor of another graph"

@@ -209,8 +209,8 @@ class Places:
         return Places(graph_of(function, self._traced))
 
     def of(self, path: str, name: str) -> str:
-        """Return the path and name of a node, and the line of the user's code that made it."""
-        return " ".join(filter(None, ("/".join(filter(None, (path, name))), self.line(name))))
+        """Return the path of a node, and the line of the user's code that made it."""
+        return " ".join(filter(None, (path, self.line(name))))
 
     def line(self, name: str) -> str:
         """Return file and line of the user's code that made a node; empty if that is not known."""

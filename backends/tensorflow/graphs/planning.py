@@ -67,7 +67,7 @@ class PlanBuilder:
         return PlannedOperation(
             decided.operation,
             node.op,
-            " ".join(filter(None, (self._decisions.scopes.path_of(node), self._places.line(node.name)))),
+            self._places.of(self._decisions.scopes.path_of(node), node.name),
             decided.decision.op_class,
             decided.outcome.format,
             decided.outcome.reason,

@@ -14,8 +14,7 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.capture import POLICY_ATTRIBUTE
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside, Pass
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, NodeDef
-from polyamp.backends.tensorflow.graphs.values import Known
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, NodeDef
 from polyamp.backends.tensorflow.steps.skipping import decisions_of, guarded
 
 RESULT = ("saturated",)
@@ -88,7 +87,7 @@ class Body:
     def __init__(self, decisions: Pass, writer: Writer) -> None:
         self.nodes: list[Any] = []
         self.must_run: list[str] = []
-        self.changed = any(known.dtype != dtype for known, dtype in _arguments(decisions))
+        self.changed = any(decisions.known[name].dtype != dtype for name, dtype in decisions.graph.arguments)
         self._decisions, self._writer = decisions, writer
         self._mark = tf.compat.v1.AttrValue(s=str(decisions.rules.policy).encode())
         self.casts: dict[tuple[str, int], str] = {}  # the names of casts, by their value and its new type
@@ -124,7 +123,8 @@ class Body:
         self.changed = True
         graph = self._decisions.graph
         maker = graph.maker.get(value)
-        name = cast_name(graph, value, target)
+        port = maker.outputs.index(value) if maker else 0
+        name = f"{maker.name if maker else value}/polyamp_cast_{port}_{tf.as_dtype(target).name}"
         self._add_cast(name, value, source, target, maker.definition.device if maker else "")
         return f"{name}:y:0" if graph.in_function else name
 
@@ -177,17 +177,6 @@ class Body:
         library = self._decisions.functions.library
         names = {inside.name: self._writer.function(inside, library[inside.name]) for inside in decided.inside}
         return _renamed(decided.node.definition.attr, names)
-
-
-def cast_name(graph: Graph, value: str, target: int) -> str:
-    """Return the name of the node that casts a value to a type."""
-    maker = graph.maker.get(value)
-    port = maker.outputs.index(value) if maker else 0
-    return f"{maker.name if maker else value}/polyamp_cast_{port}_{tf.as_dtype(target).name}"
-
-
-def _arguments(decisions: Pass) -> list[tuple[Known, int]]:
-    return [(decisions.known[name], dtype) for name, dtype in decisions.graph.arguments]
 
 
 def _with(definition: Any, inputs: Sequence[str], changes: dict[str, Any]) -> Any:

@@ -19,10 +19,11 @@ except ModuleNotFoundError as error:
 from polyamp.backends.keras.adapter import adapter
 from polyamp.backends.keras.callbacks import HealthCallback
 from polyamp.backends.keras.convert import convert
-from polyamp.backends.keras.guard import guard_training, keep_statistics
+from polyamp.backends.keras.guard import guard, keep_statistics
 from polyamp.backends.keras.native import cast
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
+from polyamp.backends.keras.unstable import before_training
 
-guard_training()
+before_training(guard)
 
 __all__ = ["HealthCallback", "LossScaledOptimizer", "adapter", "cast", "convert", "keep_statistics"]

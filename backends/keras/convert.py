@@ -98,23 +98,20 @@ def _check_storage(parts: Iterable[Part], policy: Policy) -> None:
         own = [variable.dtype for variable in part.layer.weights if id(variable) not in inside]
         wrong = sorted(set(own) & set(CASTABLE) - allowed)
         if wrong:
-            raise _wrong_storage(part, wrong, allowed, policy)
-
-
-def _wrong_storage(part: Part, found: list[str], allowed: set[str], policy: Policy) -> UnsupportedError:
-    build = f"keras.config.set_dtype_policy({keras_policy(policy)!r}) before the model is made"
-    return UnsupportedError(
-        "Keras cannot change the format of variables in place",
-        where=f"convert(model, {str(policy)!r}), layer {part.path!r}",
-        found=f"variables stored in {', '.join(found)}",
-        allowed=", ".join(sorted(allowed)),
-        fix=f'{build}; layers that stay in float32 take dtype="float32"',
-    )
+            raise UnsupportedError(
+                "Keras cannot change the format of variables in place",
+                where=f"convert(model, {str(policy)!r}), layer {part.path!r}",
+                found=f"variables stored in {', '.join(wrong)}",
+                allowed=", ".join(sorted(allowed)),
+                fix=f"keras.config.set_dtype_policy({keras_policy(policy)!r}) before the model is made; "
+                'layers that stay in float32 take dtype="float32"',
+            )
 
 
 def _report(model: Any, parts: list[Part], policy: Policy) -> None:
     leaves = [part for part in parts if not children(part.layer)]
-    _report_unused(model, parts, policy)
+    unused = [rule for rule in policy.own_rules if not any(matches(rule, part.operation, part.path) for part in parts)]
+    report_unused(unused, where=repr(model.name), paths="a layer", of=policy, stacklevel=3)
     if not format_of(policy.compute).is_low:
         return
     if not any(part.layer.compute_dtype == policy.compute for part in leaves):
@@ -128,8 +125,3 @@ def _report(model: Any, parts: list[Part], policy: Policy) -> None:
             f"{model.name!r} makes its outputs in Python code, so convert cannot tell which layer returns them: they "
             'may have 16 bits. Name that layer in a rule, rules={"its_name": "full"}, or cast the outputs to float32.'
         )
-
-
-def _report_unused(model: Any, parts: list[Part], policy: Policy) -> None:
-    unused = [rule for rule in policy.own_rules if not any(matches(rule, part.operation, part.path) for part in parts)]
-    report_unused(unused, where=repr(model.name), paths="a layer", of=policy, stacklevel=3)

@@ -15,9 +15,9 @@ format than that of the layers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import keras
@@ -27,7 +27,7 @@ from polyamp.backends.keras.layers import own_policy, walk
 from polyamp.backends.keras.native import BACKEND, autocasts, value_of
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.scaler import skipped
-from polyamp.backends.keras.unstable import added_weights, before_training
+from polyamp.backends.keras.unstable import added_weights
 from polyamp.errors import LossScaleError, NonFiniteLossError, warn_once
 from polyamp.formats import format_of
 from polyamp.policies import Policy, report_missing_scale
@@ -39,7 +39,8 @@ CONVERTED: WeakKeyDictionary[Any, Policy] = WeakKeyDictionary()
 """The models that were converted, and to what: then a model may train in float32, or unscaled, on purpose."""
 
 
-def keep_statistics(model: Any, *optimizers: LossScaledOptimizer) -> AbstractContextManager[None]:
+@contextmanager
+def keep_statistics(model: Any, *optimizers: LossScaledOptimizer) -> Iterator[None]:
     """Restore a model's statistics, bit for bit, if a step inside is skipped; for your own training loops.
 
     ``fit`` and ``train_on_batch`` do this themselves. On Keras' JAX backend, pure functions select the values with
@@ -61,36 +62,26 @@ def keep_statistics(model: Any, *optimizers: LossScaledOptimizer) -> AbstractCon
         model: a layer or a model.
         *optimizers: the wrapped ones that step inside; if there are none, those of the model.
     """
-    return _Kept(model, optimizers or _optimizers_of(model))
+    checking = [one for one in optimizers or _optimizers_of(model) if one.scaler.settings.check]
+    counts = [one.scaler.variables.skipped for one in checking]
+    variables = added_weights(model) if checking else []
+    if not variables:
+        yield
+        return
+    old_counts, old = ([ops.copy(value_of(one)) for one in some] for some in (counts, variables))
+    try:
+        yield
+    except (LossScaleError, NonFiniteLossError):
+        for variable, value in zip(variables, old, strict=True):
+            variable.assign(value)
+        raise
+    was_skipped = skipped(old_counts, list(map(value_of, counts)))
+    for variable, value in zip(variables, old, strict=True):
+        variable.assign(ops.where(was_skipped, value, value_of(variable)))
 
 
-class _Kept(AbstractContextManager[None]):
-    """Copies of a model's statistics, restored at the end of the block if a step inside was skipped or refused."""
-
-    def __init__(self, model: Any, optimizers: Sequence[LossScaledOptimizer]) -> None:
-        checking = [one for one in optimizers if one.scaler.settings.check]
-        self._counts = [one.scaler.variables.skipped for one in checking]
-        self._variables = added_weights(model) if checking else []
-
-    def __enter__(self) -> None:
-        self._before = [ops.copy(value_of(one)) for one in (*self._counts, *self._variables)]
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        is_refused = isinstance(error, LossScaleError | NonFiniteLossError)
-        if not self._variables or (error is not None and not is_refused):
-            return
-        counts, values = self._before[: len(self._counts)], self._before[len(self._counts) :]
-        was_skipped = ops.array(True) if is_refused else skipped(counts, list(map(value_of, self._counts)))
-        for variable, old in zip(self._variables, values, strict=True):
-            variable.assign(ops.where(was_skipped, old, value_of(variable)))
-
-
-def guard_training() -> None:
-    """Guard the steps of every model that starts to train from now on."""
-    before_training(_guard)
-
-
-def _guard(model: Any) -> None:
+def guard(model: Any) -> None:
+    """Check a model that starts to train, and guard the statistics in its steps."""
     step = getattr(model.train_step, _PLAIN, model.train_step)
     if type(step).__module__.startswith("polyamp.backends."):  # a rewritten step, which does both itself
         return
@@ -114,40 +105,29 @@ def _guarded(model: Any, step: Any) -> Any:
 
         @functools.wraps(step)
         def train_step(*args: Any, **kwargs: Any) -> Any:
-            with _Kept(model, _optimizers_of(model)):
+            with keep_statistics(model):
                 return step(*args, **kwargs)
 
     setattr(train_step, _PLAIN, step)
     return train_step
 
 
-class _State(NamedTuple):
-    """The argument and result of a training step of Keras on JAX."""
-
-    trainable: Sequence[Any]
-    non_trainable: Sequence[Any]
-    optimizer: Sequence[Any]
-    metrics: Sequence[Any]
-
-
 def _kept_state(model: Any, before: Any, after: Any) -> Any:
+    """Return a step's result on JAX, with the old statistics if the step was skipped."""
     optimizer = model.optimizer
     if optimizer not in _optimizers_of(model) or not optimizer.scaler.settings.check:
         return after
-    old, new = _State(*before), _State(*after)
+    _, old, old_optimizer, _ = before
+    trainable, new, new_optimizer, metrics = after
     kept = {id(variable) for variable in added_weights(model)}
     places = [place for place, one in enumerate(model.non_trainable_variables) if id(one) in kept]
-    moved = [place for place in places if new.non_trainable[place] is not old.non_trainable[place]]
     chosen = optimizer.stateless_select(
-        old.optimizer,
-        new.optimizer,
-        [new.non_trainable[place] for place in moved],
-        [old.non_trainable[place] for place in moved],
+        old_optimizer, new_optimizer, [new[place] for place in places], [old[place] for place in places]
     )
-    values = list(new.non_trainable)
-    for place, value in zip(moved, chosen, strict=True):
+    values = list(new)
+    for place, value in zip(places, chosen, strict=True):
         values[place] = value
-    return tuple(new._replace(non_trainable=values))
+    return trainable, values, new_optimizer, metrics
 
 
 def _optimizers_of(model: Any) -> list[LossScaledOptimizer]:

@@ -177,8 +177,8 @@ def _cast_leaf(leaf: Any, format_name: str) -> Any:
     return leaf if standardize_dtype(leaf.dtype) == format_name else ops.cast(leaf, format_name)
 
 
-Choice = Callable[[Policy, str, Any, str, bool], str]
-"""Chooses a layer's class from a policy, the layer's operation, the layer, its path, and whether it is a head."""
+Choose = Callable[[Policy, str, Any, str, bool], str]
+"""Chooses a layer's class; see `op_class_of`."""
 
 
 class Part(NamedTuple):
@@ -191,15 +191,6 @@ class Part(NamedTuple):
     op_class: str  # its class
     border: Border  # the formats that it computes in and returns
     in_code: bool  # whether Python code calls it, and not a graph of layers
-
-
-class _Surroundings(NamedTuple):
-    """The parts of a decision that depend on the layers around a layer."""
-
-    above: str = ""  # the path of the layer around it; empty for the model
-    gives_output: bool = True  # whether the model's outputs come from it
-    outside: str = ""  # the format of the Python code that calls it; empty if no such code does
-    depth: int = 0  # how many layers are around it
 
 
 def op_class_of(policy: Policy, operation: str, layer: Any, path: str, is_head: bool) -> str:
@@ -219,9 +210,9 @@ def matches(rule: Rule, operation: str, path: str) -> bool:
     return rule.matches(operation, path) or (names_inside and rule.matches(last, path))
 
 
-def parts_of(model: Any, policy: Policy, choose: Choice = op_class_of) -> list[Part]:
+def parts_of(model: Any, policy: Policy, choose: Choose = op_class_of) -> list[Part]:
     """Return the decisions for a model and all layers inside, outer ones first."""
-    return list(_parts(model, policy, choose, _Surroundings()))
+    return list(_parts(model, policy, choose))
 
 
 def can_change(part: Part) -> bool:
@@ -229,36 +220,28 @@ def can_change(part: Part) -> bool:
     return part.op_class != "keep" and can_compute(part.layer)
 
 
-def _parts(layer: Any, policy: Policy, choose: Choice, around: _Surroundings) -> Iterator[Part]:
-    part = _decide(layer, policy, choose, around)
-    yield part
-    for child in children(layer):
-        yield from _parts(child, policy, choose, _surroundings_of(child, part, around))
-
-
-def _decide(layer: Any, policy: Policy, choose: Choice, around: _Surroundings) -> Part:
-    path = f"{around.above}/{layer.name}" if around.above else layer.name
-    operation, outside = operation_of(layer), around.outside
-    is_head = around.gives_output and not isinstance(layer, keras.Model)
-    if is_head and runs_code(layer) and not _is_named(policy, operation, path) and policy.output == "float32":
+def _parts(
+    layer: Any, policy: Policy, choose: Choose, above: str = "", gives_output: bool = True, outside: str = ""
+) -> Iterator[Part]:
+    """Decide for a layer under a path and the layers inside; ``outside`` is the format of Python code that calls it."""
+    path = f"{above}/{layer.name}" if above else layer.name
+    operation, calls = operation_of(layer), runs_code(layer)
+    is_head = gives_output and not isinstance(layer, keras.Model)
+    if is_head and calls and not _is_named(policy, operation, path) and policy.output == "float32":
         is_head, outside = False, "float32"  # its code runs in 16 bits, and its outputs are cast
     op_class = choose(policy, operation, layer, path, is_head)
     inside = _inside(layer, operation, op_class, policy)
-    if around.depth == 1 and _is_named(policy, "", path):
+    if path.count("/") == 1 and _is_named(policy, "", path):
         outside = ""  # the user decides what a model's own code receives, such as from its head
     returned = policy.compute if op_class == "inner" and inside == "float32" and can_compute(layer) else ""
-    return Part(path, layer, operation, is_head, op_class, Border(inside, outside or returned), bool(outside))
-
-
-def _surroundings_of(child: Any, part: Part, around: _Surroundings) -> _Surroundings:
-    layer = part.layer
-    if runs_code(layer):
-        outside = part.border.inside if part.border.inside in CASTABLE else ""
-    else:  # of a model of layers, only the last ones return to the code that calls it
-        returns = isinstance(layer, keras.Model) and child in heads(layer)
-        outside = part.border.outside if returns and part.in_code else ""
-    gives_output = around.gives_output and child in heads(layer)
-    return _Surroundings(part.path, gives_output, outside, around.depth + 1)
+    yield Part(path, layer, operation, is_head, op_class, Border(inside, outside or returned), bool(outside))
+    last = heads(layer)
+    of_code = inside if calls and inside in CASTABLE else ""
+    # Of a model of layers, only the last ones return to the code that calls it.
+    of_last = outside if isinstance(layer, keras.Model) and not calls else of_code
+    for child in children(layer):
+        is_last = child in last
+        yield from _parts(child, policy, choose, path, gives_output and is_last, of_last if is_last else of_code)
 
 
 def _inside(layer: Any, operation: str, op_class: str, policy: Policy) -> str:

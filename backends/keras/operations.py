@@ -57,32 +57,19 @@ OPERATIONS: dict[str, str] = by_native_name(
     }
 )
 
+_CANONICAL_ACTIVATIONS = (
+    "log_softmax softplus log_sigmoid leaky_relu elu celu selu softsign gelu silu mish glu tanh sigmoid hard_sigmoid "
+    "soft_shrink hard_shrink tanh_shrink"
+)
 ACTIVATIONS: dict[str, str] = by_native_name(
     {
         "softmax": "softmax sparsemax",
-        "log_softmax": "log_softmax",
-        "softplus": "softplus",
-        "log_sigmoid": "log_sigmoid",
         "exp": "exponential",
         "identity": "linear",
         "relu": "relu relu6",
         "clip": "hard_tanh threshold",
-        "leaky_relu": "leaky_relu",
-        "elu": "elu",
-        "celu": "celu",
-        "selu": "selu",
-        "softsign": "softsign",
-        "gelu": "gelu",
-        "silu": "silu",
-        "mish": "mish",
-        "glu": "glu",
-        "tanh": "tanh",
-        "sigmoid": "sigmoid",
-        "hard_sigmoid": "hard_sigmoid",
         "hard_swish": "hard_silu",
-        "soft_shrink": "soft_shrink",
-        "hard_shrink": "hard_shrink",
-        "tanh_shrink": "tanh_shrink",
+        **{name: name for name in _CANONICAL_ACTIVATIONS.split()},
     }
 )
 """The canonical operation of ``keras.layers.Activation``, by the name of its function in ``keras.activations``."""

@@ -43,7 +43,7 @@ from polyamp.errors import (
     wrapped_already,
 )
 from polyamp.policies import Policy
-from polyamp.scale import LossScale, LossScaleState, StepResult
+from polyamp.scale import LossScale, LossScaleState, StepResult, report_limits
 from polyamp.unscaled import UnscaledGradients
 
 
@@ -275,8 +275,11 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             LossScaleError: from `polyamp.scale.report_limits`.
         """
-        traced = platform_of(self.dynamic_scale) is None
-        return StepResult(self.scaler.state) if traced else StepResult(self.scaler.report(), explain=self.scaler.why)
+        if platform_of(self.dynamic_scale) is None:
+            return StepResult(self.scaler.state)
+        state = self.scaler.host_state
+        report_limits(self.scaler.settings, state)
+        return StepResult(state, explain=self.scaler.why)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments as JSON values, Keras' and polyamp's, for `from_config` and ``.keras`` files."""

@@ -20,11 +20,7 @@ from polyamp.policies import report_missing_scale
 from polyamp.scale import LossScale, LossScaleState, advance, on_host, report_limits, report_nonfinite_loss
 
 _UNKNOWN = LossScaleState(*[None] * len(LossScaleState._fields))
-_NAMES = (  # the first two are Keras' names, for the variables that its LossScaleOptimizer has too
-    "dynamic_scale",
-    "step_counter",
-    *LossScaleState._fields[2:],
-)
+_NAMES = ("dynamic_scale", "step_counter", *LossScaleState._fields[2:])  # Keras' class has variables with the first two
 
 
 class LossScaler:
@@ -96,12 +92,6 @@ class LossScaler:
         state = advance(self.settings, before, bool(finite))
         self._assign(state, before)
         report_limits(self.settings, state)
-
-    def report(self) -> LossScaleState:
-        """Report if the scale cannot help any more; return the state as Python numbers. Waits for the device."""
-        state = self.host_state
-        report_limits(self.settings, state)
-        return state
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from the result of `LossScale.to_state_dict`, which documents the errors."""

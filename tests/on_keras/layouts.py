@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import keras
 import numpy as np
 import pytest
@@ -51,10 +50,6 @@ def fitted(distribution: Any, stored: str, x: Any) -> tuple[Any, Any, list[float
     )
     model.compile(opt, "mse")
     return model, opt, model.fit(x, Y, batch_size=8, epochs=2, verbose=0, shuffle=False).history["loss"]
-
-
-def test_there_are_four_devices() -> None:
-    assert jax.device_count() == 4
 
 
 @pytest.mark.parametrize("stored", ["float32", "float16"])

@@ -13,9 +13,8 @@ import polyamp
 from polyamp import LossScale
 from support.replica_strategies import COUNT, KIND, LOCAL, STRATEGY, several
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*trains in float32:polyamp.PolyampWarning"),  # steps are what is tested here
-]
+# Steps are what is tested here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*trains in float32:polyamp.PolyampWarning")
 
 
 def test_master_weights_over_replicas_are_refused() -> None:

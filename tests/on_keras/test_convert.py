@@ -189,27 +189,12 @@ def stack(dtype: str | None = None) -> keras.Model:
 ONE_LAYER = {"stack/wide": "lower", "*": "full"}  # and so the model itself stays in float32
 
 
-def test_an_optimizer_that_keras_does_not_wrap_is_reported_when_the_model_trains() -> None:
-    model = polyamp.convert(stack(), polyamp.policy("mixed_float16", rules=ONE_LAYER))
-    model.compile("sgd", "mse")
-    with pytest.warns(polyamp.PolyampWarning, match=r"Compile it with polyamp\.wrap_optimizer"):
-        model.train_on_batch(np.ones((2, 4)), np.ones((2, 2)))
-
-
 def test_a_converted_part_of_a_model_that_keras_does_not_wrap_is_reported() -> None:
     inputs = keras.Input((4,))
     model = keras.Model(inputs, layers.Dense(1)(polyamp.convert(stack(), "mixed_float16")(inputs)))
     model.compile("sgd", "mse")
     with pytest.warns(polyamp.PolyampWarning, match="SGD, which does not scale the loss"):
         model.train_on_batch(np.ones((2, 4)), np.ones((2, 1)))
-
-
-@pytest.mark.parametrize("rules", [{}, ONE_LAYER])
-@pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
-def test_nothing_is_reported_where_the_optimizer_is_wrapped(rules: dict[str, str], name: str) -> None:
-    model = stack()
-    model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16"), "mse")
-    polyamp.convert(model, polyamp.policy(name, rules=rules))
 
 
 @pytest.mark.parametrize(

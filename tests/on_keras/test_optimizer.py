@@ -25,7 +25,6 @@ KINDS: dict[str, Any] = {
     "sgd": lambda **options: keras.optimizers.SGD(0.1, **options),
     "momentum": lambda **options: keras.optimizers.SGD(0.1, momentum=0.9, **options),
     "adam": lambda **options: keras.optimizers.Adam(0.1, **options),
-    "rmsprop": lambda **options: keras.optimizers.RMSprop(0.1, **options),
 }
 
 
@@ -37,9 +36,8 @@ class Loop:
         self.optimizer = optimizer
         optimizer.build(list(self.variables.values()))
 
-    def step(self, seed: int, value: float | None = None, size: float = 1.0) -> None:
-        grads = random_arrays(seed, size)
-        grads = grads if value is None else spoiled(grads, value)
+    def step(self, seed: int, value: float | None = None) -> None:
+        grads = random_arrays(seed) if value is None else spoiled(random_arrays(seed), value)
         scale = float(self.optimizer.scale_loss(ops.ones(())))
         pairs = [(ops.cast(ops.array(grads[n]) * scale, v.dtype), v) for n, v in self.variables.items()]
         self.optimizer.apply_gradients(pairs)
@@ -52,8 +50,8 @@ class Loop:
         return {str(index): to_numpy(variable) for index, variable in enumerate(inner.variables)}
 
 
-def wrapped(kind: str = "sgd", *, loss_scale: LossScale | None = None, norm: float | None = None, **inner: Any) -> Any:
-    return polyamp.wrap_optimizer(KINDS[kind](**inner), "mixed_float16", loss_scale=loss_scale, max_grad_norm=norm)
+def wrapped(kind: str = "sgd", *, loss_scale: LossScale | None = None, **inner: Any) -> Any:
+    return polyamp.wrap_optimizer(KINDS[kind](**inner), "mixed_float16", loss_scale=loss_scale)
 
 
 def model_and_data() -> tuple[keras.Model, Any, Any]:
@@ -114,26 +112,17 @@ def test_without_a_loss_scale_it_is_the_plain_optimizer_also_for_nan(options: An
     assert loops[0].optimizer.scale_loss(loss) is loss
 
 
-def test_a_skipped_micro_step_takes_no_place_in_an_accumulation() -> None:
-    disturbed, spared = (Loop(wrapped("momentum", gradient_accumulation_steps=2)) for _ in range(2))
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"use_ema": True, "ema_momentum": 0.5}])
+def test_a_skipped_step_is_no_part_of_accumulations_and_moving_averages(options: Any) -> None:
+    disturbed, spared = (Loop(wrapped("momentum", **options)) for _ in range(2))
     for loop in (disturbed, spared):
         loop.step(0)
         if loop is disturbed:
             loop.step(9, np.inf)
         loop.step(1)
-    assert same_bits(disturbed.weights(), spared.weights())
-    assert same_bits(disturbed.memory(), spared.memory())
-
-
-def test_a_skipped_step_is_no_part_of_moving_averages() -> None:
-    disturbed, spared = (Loop(wrapped("sgd", use_ema=True, ema_momentum=0.5)) for _ in range(2))
-    for loop in (disturbed, spared):
-        for seed in range(3):
-            loop.step(seed)
-        if loop is disturbed:
-            loop.step(9, np.inf)
         loop.optimizer.finalize_variable_values(list(loop.variables.values()))
     assert same_bits(disturbed.weights(), spared.weights())
+    assert same_bits(disturbed.memory(), spared.memory())
 
 
 def test_missing_gradients_are_left_to_the_inner_optimizer() -> None:
@@ -204,17 +193,6 @@ def test_fit_trains_and_compile_leaves_the_wrapped_optimizer_alone() -> None:
     assert losses[-1] < losses[0]
     assert 0 < polyamp.save_loss_scale(model)["skipped"] < 40
     assert all(np.isfinite(weights).all() for weights in model.get_weights())
-
-
-def test_fit_without_a_loss_scale_is_the_plain_fit_to_the_last_bit() -> None:
-    results = []
-    for wrap in (lambda plain: plain, lambda plain: polyamp.wrap_optimizer(plain, "float32")):
-        model, x, y = model_and_data()
-        model.compile(wrap(keras.optimizers.Adam(0.01)), "mse")
-        losses = model.fit(x, y, batch_size=16, epochs=2, verbose=0, shuffle=False).history["loss"]
-        results.append((losses, model.get_weights()))
-    assert results[0][0] == results[1][0]
-    assert all(np.array_equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
 
 
 def test_a_keras_file_keeps_every_field_and_the_slots(tmp_path: Path) -> None:

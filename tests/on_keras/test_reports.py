@@ -17,9 +17,7 @@ Y = np.zeros((32, 2), "float32")
 BACKEND = keras.backend.backend()
 F16 = polyamp.policy("mixed_float16")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:the loss was not finite before scaling"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:the loss was not finite before scaling")
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +26,11 @@ def _fresh_names() -> None:
     keras.utils.set_random_seed(0)
 
 
-def made(policy: Any = F16, *, hot: float = 1.0, wrap: bool = True) -> keras.Model:
+def scaled(optimizer: Any) -> Any:
+    return polyamp.wrap_optimizer(optimizer, F16, loss_scale=polyamp.LossScale(init=1.0))
+
+
+def made(policy: Any = F16, *, hot: float = 1.0, wrap: Any = scaled) -> keras.Model:
     parts = [layers.Dense(16, name="body"), layers.Dense(8, name="hot"), layers.Dense(2, name="head")]
     model = keras.Sequential([keras.Input((6,)), *parts])
     for name, factor in (("hot", hot), ("head", 1 / hot)):  # beyond float16 only in between
@@ -36,9 +38,7 @@ def made(policy: Any = F16, *, hot: float = 1.0, wrap: bool = True) -> keras.Mod
         kernel.assign(kernel * factor)
     if policy is not None:
         polyamp.convert(model, policy)
-    sgd = keras.optimizers.SGD(1e-12)
-    wrapped = polyamp.wrap_optimizer(sgd, F16, loss_scale=polyamp.LossScale(init=1.0)) if wrap else sgd
-    model.compile(wrapped, "mse")
+    model.compile(wrap(keras.optimizers.SGD(1e-12)), "mse")
     return model
 
 
@@ -73,26 +73,25 @@ def test_explain_tries_rules() -> None:
     assert model.get_layer("hot").compute_dtype == "float16"
 
 
-@NAMED
-def test_a_verdict_is_cured_and_its_rules_cure_the_model() -> None:
-    model = made(hot=3e5)
+def rules_of_a_verdict(model: keras.Model) -> Any:
     verdict = polyamp.diagnose(model, X, Y, policy=F16)
     assert (verdict.kind, verdict.is_cured) == ("forward", True)
-    assert [layer.compute_dtype for layer in model.layers] == ["float16", "float16", "float32"]  # as it was
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", polyamp.PolyampWarning)
-        polyamp.convert(model, polyamp.policy(F16, rules=verdict.rules))
-    model.train_on_batch(X, Y)
-    assert model.optimizer.last_step.applied
+    return verdict.rules
+
+
+def rules_of_a_calibration(model: keras.Model) -> Any:
+    found = polyamp.calibrate(model, [(X, Y)], F16)
+    assert (found.before[0].is_safe, found.is_safe) == (False, True)
+    return found.rules
 
 
 @NAMED
-def test_a_calibration_is_safe_and_its_rules_cure_the_model() -> None:
+@pytest.mark.parametrize("rules_of", [rules_of_a_verdict, rules_of_a_calibration])
+def test_rules_that_were_found_cure_the_model(rules_of: Any) -> None:
     model = made(hot=3e5)
-    found = polyamp.calibrate(model, [(X, Y)], F16)
-    assert not found.before[0].is_safe
-    assert found.is_safe
-    polyamp.convert(model, polyamp.policy(F16, rules=found.rules))
+    rules = rules_of(model)
+    assert [layer.compute_dtype for layer in model.layers] == ["float16", "float16", "float32"]  # as it was
+    polyamp.convert(model, polyamp.policy(F16, rules=rules))
     model.train_on_batch(X, Y)
     assert model.optimizer.last_step.applied
 
@@ -119,28 +118,27 @@ def test_training_says_once_that_a_model_was_not_converted(how: str) -> None:
     assert "polyamp.convert" in message
 
 
-@pytest.mark.parametrize("model", [made, lambda: made(None, wrap=False), lambda: made("mixed_bfloat16")])
-def test_training_says_nothing_else(model: Any) -> None:
-    assert trained(model(), "fit") == []
-
-
-def test_a_float32_policy_is_no_mistake() -> None:
-    model = made(None)
-    model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(1e-9), "float32"), "mse")
-    assert trained(model, "fit") == []
-
-
-def test_a_model_that_was_converted_to_float32_is_no_mistake() -> None:
-    assert trained(polyamp.convert(made(), "float32"), "fit") == []
-
-
-def test_keras_own_policy_will_do() -> None:
+def made_under_keras_own_policy() -> keras.Model:
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        model = made(None)
+        return made(None)
     finally:
         keras.config.set_dtype_policy("float32")
-    assert trained(model, "fit") == []
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        made,
+        made_under_keras_own_policy,
+        lambda: made(None, wrap=lambda plain: plain),
+        lambda: made(None, wrap=lambda plain: polyamp.wrap_optimizer(plain, "float32")),
+        lambda: made("mixed_bfloat16"),
+        lambda: polyamp.convert(made(), "float32"),
+    ],
+)
+def test_training_says_nothing_else(model: Any) -> None:
+    assert trained(model(), "fit") == []
 
 
 @pytest.mark.skipif(BACKEND == "jax", reason="JAX has no ambient autocast")

@@ -80,14 +80,8 @@ def built_on_16_bits() -> None:
 @pytest.mark.parametrize(
     ("misuse", "match"),
     [
-        (
-            lambda: polyamp.wrap_optimizer(keras.optimizers.LossScaleOptimizer(SGD())),
-            "wrapped already",
-        ),
-        (
-            lambda: polyamp.wrap_optimizer(SGD(loss_scale_factor=8.0), "mixed_float16"),
-            "two loss scales",
-        ),
+        (lambda: polyamp.wrap_optimizer(keras.optimizers.LossScaleOptimizer(SGD())), "wrapped already"),
+        (lambda: polyamp.wrap_optimizer(SGD(loss_scale_factor=8.0), "mixed_float16"), "two loss scales"),
         (
             lambda: polyamp.wrap_optimizer(SGD(gradient_accumulation_steps=2), max_grad_norm=1.0),
             r"global_clipnorm=1\.0",

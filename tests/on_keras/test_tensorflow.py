@@ -19,9 +19,8 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*trains in float32:polyamp.PolyampWarning"),  # steps are what is tested here
-]
+# Steps are what is tested here.
+pytestmark = pytest.mark.filterwarnings("ignore:.*trains in float32:polyamp.PolyampWarning")
 
 
 def train_step(opt: LossScaledOptimizer, weight: keras.Variable, jit_compile: bool = False) -> Any:

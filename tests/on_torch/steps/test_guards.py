@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import math
 import threading
@@ -57,73 +56,6 @@ def test_a_plain_backward_is_refused_and_a_scaled_one_after_it_is_fine(call: str
         opt.zero_grad()
 
 
-@FUSED
-@pytest.mark.parametrize("scaled_first", [True, False])
-@pytest.mark.parametrize("through", ["backward", "scale"])
-def test_half_scaled_windows_are_refused(scaled_first: bool, through: str, fused: bool | None) -> None:
-    model = linear()
-    opt = wrap(model, fused_step=fused)
-    for turn in (scaled_first, not scaled_first):
-        if not turn:
-            loss_of(model).backward()
-        elif through == "scale":
-            opt.scale(loss_of(model)).backward()
-        else:
-            opt.backward(loss_of(model))
-    refused(opt, opt.step, "another was not")
-    opt.zero_grad()
-    opt.backward(loss_of(model))
-    opt.step()
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_what_another_loss_left_and_somebody_cleared_is_no_part_of_the_step(set_to_none: bool) -> None:
-    """As a generator's loss leaves gradients in its discriminator."""
-    model = linear()
-    opt = wrap(model)
-    for _ in range(3):
-        loss_of(model).backward()
-        model.zero_grad(set_to_none)
-        opt.backward(loss_of(model))
-        opt.step()
-        assert opt.last_step
-        loss_of(model).backward()
-        opt.zero_grad(set_to_none)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_generator_whose_loss_was_not_scaled_is_refused_beside_a_discriminator_whose_was(shared: bool) -> None:
-    maker, judge = linear(), linear()
-    judging, making = wrap(judge), wrap(maker)
-    if shared:
-        making.share_scales(judging)
-    judging.backward(loss_of(judge))
-    judging.step()
-    loss_of(maker).backward()
-    refused(making, making.step)
-
-
-def test_a_loss_of_an_optimizer_that_does_not_scale_serves_another_one() -> None:
-    model, other = linear(), linear()
-    plain = polyamp.wrap_optimizer(torch.optim.SGD(other.parameters(), lr=0.1), "mixed_bfloat16")
-    opt = wrap(model)
-    plain.backward(loss_of(model) + loss_of(other))
-    opt.step()
-    plain.step()
-    assert contents(opt)[0] == contents(plain)[0]
-
-
-@pytest.mark.parametrize("backwards", [1, 2])
-def test_scaling_a_loss_and_differentiating_another_one_is_refused(backwards: int) -> None:
-    model = linear()
-    opt = wrap(model)
-    for _ in range(backwards):
-        loss = loss_of(model)
-        opt.scale(loss)
-        loss.backward()
-    refused(opt, opt.step)
-
-
 def test_what_another_optimizers_loss_left_is_scaled_as_well() -> None:
     models = [linear(), linear()]
     opts = [wrap(model) for model in models]
@@ -136,13 +68,6 @@ def test_what_another_optimizers_loss_left_is_scaled_as_well() -> None:
         nn.utils.clip_grad_norm_(models[1].parameters(), 1.0)
         for opt in opts:
             opt.zero_grad()
-
-
-def test_clipping_masters_that_have_no_gradients_yet_is_refused() -> None:
-    model = linear().half()
-    opt = wrap(model)
-    opt.backward(sum(param.sum().float() for param in model.parameters()))
-    refused(opt, lambda: nn.utils.clip_grad_norm_(opt.param_groups[0]["params"], 1.0), "clipped while")
 
 
 def test_gradients_by_hand_are_what_somebody_says() -> None:
@@ -394,15 +319,6 @@ def test_scaled_gradients_are_not_refused(run: Callable[[Deep, Any], None]) -> N
         run(model, opt)
         opt.step()
         assert opt.last_step
-
-
-def test_a_copy_is_guarded_as_well() -> None:
-    model = linear()
-    model, opt = copy.deepcopy((model, wrap(model)))
-    opt.backward(loss_of(model))
-    loss_of(model).backward()
-    refused(opt, opt.step)
-    refused(opt, opt.inner.step, "the inner optimizer was stepped")
 
 
 def test_a_failed_pass_does_not_hide_the_next_unscaled_one() -> None:

@@ -15,7 +15,7 @@ import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
 from polyamp.errors import InvalidTypeError, InvalidValueError
-from support.harness_torch import OPTIMIZERS, contents, skipping_on_device
+from support.harness_torch import contents, skipping_on_device
 
 Weights = dict[str, torch.Tensor]
 
@@ -81,16 +81,6 @@ def test_losses_with_scales_of_their_own_add_up_and_only_the_one_that_overflowed
     }
 
 
-def test_a_loss_that_reaches_no_parameter_of_the_first_leaves_its_gradients() -> None:
-    params = weights()
-    opt = LossScaledOptimizer(torch.optim.SGD(params.values(), lr=1.0), LossScale(init=4.0))
-    opt.backward(2 * params["a"].sum())
-    opt.backward(3 * params["b"].sum(), loss_id=1)
-    opt.unscale_()
-    assert params["a"].grad.tolist() == [2.0] * 3
-    assert params["b"].grad.tolist() == [3.0] * 3
-
-
 @settings(max_examples=30, deadline=None)
 @given(
     trace=st.lists(st.tuples(st.sampled_from(["first", "second", "third"]), st.booleans()), min_size=1, max_size=12),
@@ -151,43 +141,6 @@ def test_an_overflow_that_two_optimizers_see_is_one_overflow(on_device: bool) ->
     assert int(opts[0].scaler.state.skipped) == 1
 
 
-def test_both_at_once_is_what_plain_optimizers_do() -> None:
-    plain, params = weights(), weights()
-    plain_opts = [OPTIMIZERS["momentum"]([plain[name]]) for name in "ab"]
-    opts = polyamp.wrap_optimizer([OPTIMIZERS["momentum"]([params[name]]) for name in "ab"], "mixed_float16")
-    opts[0].scalers["second"].resume(opts[0].scaler.state._replace(scale=1024.0))
-    for _ in range(3):
-        for opt in (*plain_opts, *opts):
-            opt.zero_grad()
-        (first_loss(plain) + second_loss(plain)).backward()
-        opts[0].backward(first_loss(params))
-        opts[1].backward(second_loss(params), loss_id="second")
-        for opt in (*plain_opts, *opts):
-            opt.step()
-    for name, param in params.items():
-        torch.testing.assert_close(param, plain[name], rtol=1e-6, atol=1e-7)
-
-
-def test_optimizers_wrapped_apart_step_on_the_loss_that_one_of_them_scaled() -> None:
-    """Their scales part when one overflows; the other's gradients are unscaled by what their loss was multiplied by."""
-    plain, params = weights(), weights()
-    plain_opts = [torch.optim.SGD([plain[name]], lr=0.125) for name in "ab"]
-    opts = [polyamp.wrap_optimizer(torch.optim.SGD([params[name]], lr=0.125), "mixed_float16") for name in "ab"]
-    for overflow in (True, False, False):
-        for opt in (*plain_opts, *opts):
-            opt.zero_grad()
-        first_loss(plain).backward()
-        opts[0].backward(first_loss(params))
-        if overflow:
-            spoil(params["a"])
-            plain["a"].grad = None
-        for opt in (*plain_opts, *opts):
-            opt.step()
-        assert [bool(opt.last_step) for opt in opts] == [not overflow, True]
-    assert opts[0].loss_scale == 32768.0
-    assert all(torch.equal(param, plain[name]) for name, param in params.items())
-
-
 def test_an_overflow_of_the_optimizer_that_scaled_nothing_lowers_the_scale_of_the_loss() -> None:
     params = weights()
     opts = [polyamp.wrap_optimizer(torch.optim.SGD([params[name]], lr=0.1), "mixed_float16") for name in "ab"]
@@ -226,20 +179,6 @@ def test_the_scales_of_all_losses_are_saved_and_copied() -> None:
     loaded = sgd(list(weights().values()))
     loaded.load_state_dict(opt.state_dict())
     assert scales(copied) == scales(loaded) == scales(opt) == {None: 65536.0, "first": 32768.0}
-
-
-def test_a_penalty_on_gradients_uses_true_ones() -> None:
-    plain, params = weights(), weights()
-    opt = sgd(list(params.values()), loss_scale=LossScale(init=1024.0))
-    plain_opt = torch.optim.SGD(plain.values(), lr=0.125, momentum=0.5)
-    grads = torch.autograd.grad(first_loss(plain), list(plain.values()), create_graph=True)
-    (first_loss(plain) + sum(grad.square().sum() for grad in grads)).backward()
-    plain_opt.step()
-    grads = opt.unscaled_grad(first_loss(params), list(params.values()))
-    assert all(param.grad is None for param in params.values())
-    opt.backward(first_loss(params) + sum(grad.square().sum() for grad in grads))
-    opt.step()
-    assert contents(opt) == contents(plain_opt)
 
 
 @pytest.mark.parametrize("max_norm", [math.nan, "1"])

@@ -68,7 +68,7 @@ def diagnose(
     show([found, verdict.probe, verdict], values, json)
     if plot is not None:
         with writing():
-            verdict.plot(plot)
+            verdict.probe.plot(plot)
     _end(bool(found.errors or found.warnings or verdict.kind not in ("finite", "scale") or not verdict.probe.is_safe))
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from polyamp.diagnosis.probe import Probe, record, sixteen_bit, written
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Observation, Recording, Rounding, rounding
@@ -20,9 +20,6 @@ from polyamp.formats import format_of
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report, plural, power
-
-if TYPE_CHECKING:
-    from os import PathLike
 
 AMPLIFIES = 4.0
 """Powers of two that a gradient has to grow in one operation for that operation to be called amplifying.
@@ -223,14 +220,16 @@ class Verdict(Report):
             "tensors": [one.as_dict() for one in self.recording.observations],
         }
 
-    def plot(self, path: str | PathLike[str]) -> None:
-        """Draw the probe of the step into an image file."""
-        self.probe.plot(path)
-
     def heading(self) -> str:
         """Return which step was run, and its first tensor that is not finite."""
+        first, found = self.first, "every tensor is finite"
+        if first is not None:
+            spread = first.spread
+            counts = [f"{count} {word}" for count, word in ((spread.inf, "inf"), (spread.nan, "NaN")) if count]
+            found = f"the first that is not finite is the {first.kind} {first.place}, "
+            found += f"{' and '.join(counts)} of {spread.elements}"
         scale = power(self.recording.scale)
-        return f"{self.recording.framework}, {self.recording.policy}, loss scale {scale}: {_counted(self.first)}"
+        return f"{self.recording.framework}, {self.recording.policy}, loss scale {scale}: {found}"
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the first bad tensor with those around it; without one, the tensors nearest to overflow."""
@@ -252,16 +251,6 @@ def _row(one: Observation, name: str, is_first: bool) -> tuple[str, ...]:
     largest = f"{spread.largest:.3g}" if spread.is_finite else "inf" if spread.inf else "nan"
     headroom = f"{spread.headroom(one.format):+.1f} bits" if spread.is_finite else ""
     return one.kind, name, one.format, largest, headroom, "<- the first" if is_first else ""
-
-
-def _counted(first: Observation | None) -> str:
-    if first is None:
-        return "every tensor is finite"
-    spread = first.spread
-    counts = [f"{count} {word}" for count, word in ((spread.inf, "inf"), (spread.nan, "NaN")) if count]
-    return (
-        f"the first that is not finite is the {first.kind} {first.place}, {' and '.join(counts)} of {spread.elements}"
-    )
 
 
 def diagnose(

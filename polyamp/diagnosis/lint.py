@@ -149,13 +149,12 @@ class Findings(Report):
 
     def table(self) -> str:
         """Return the findings as text, one paragraph each, since they are long."""
-        return "\n\n".join(map(_paragraph, self))
-
-
-def _paragraph(finding: Finding) -> str:
-    parts = (("where:", finding.where), ("to do:", finding.fix))
-    lines = [f"{finding.severity}: {finding.what} [{finding.code}]"]
-    return "\n".join([*lines, *(f"  {label:<7}{text}" for label, text in parts if text)])
+        paragraphs = []
+        for one in self:
+            parts = (("where:", one.where), ("to do:", one.fix))
+            details = [f"  {label:<7}{text}" for label, text in parts if text]
+            paragraphs.append("\n".join([f"{one.severity}: {one.what} [{one.code}]", *details]))
+        return "\n\n".join(paragraphs)
 
 
 def lint(
@@ -199,6 +198,10 @@ def lint(
     return judge(replace(facts, losses=tuple(losses)))
 
 
+Fault = tuple[Iterable[str], Mapping[str, Any]]
+"""The places of one thing that a check found, and the values for the texts of the check."""
+
+
 class Check(NamedTuple):
     """One check: what it looks for, and the texts of a finding, with fields for `str.format`."""
 
@@ -206,13 +209,6 @@ class Check(NamedTuple):
     find: Callable[[Facts], Iterable[Fault]]
     what: str
     fix: str
-
-
-class Fault(NamedTuple):
-    """One thing that a check found."""
-
-    places: Iterable[str]
-    values: Mapping[str, Any]  # for the texts of the check
 
 
 def judge(facts: Facts) -> Findings:
@@ -226,7 +222,7 @@ def judge(facts: Facts) -> Findings:
 
 
 def _at(places: Iterable[str], **values: Any) -> Fault:
-    return Fault(places, values)
+    return places, values
 
 
 def _not_wrapped(facts: Facts) -> Iterator[Fault]:

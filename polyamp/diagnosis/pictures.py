@@ -34,8 +34,12 @@ def draw_probe(path: str | PathLike[str], title: str, recording: Recording, limi
     axis = figure.subplots()
     low, high = _range(recording, limits, scale)
     if rows:
+        from matplotlib.colors import LogNorm
+
         shares = [_shares(one.spread, low, high) for one in rows]
-        mesh = axis.pcolormesh(range(low, high + 1), range(len(rows) + 1), shares, cmap="Blues", norm=_colours())
+        mesh = axis.pcolormesh(
+            range(low, high + 1), range(len(rows) + 1), shares, cmap="Blues", norm=LogNorm(FAINTEST, 1.0, clip=True)
+        )
         figure.colorbar(mesh, pad=0.01, aspect=30, shrink=0.6, label="share of the tensor's elements")
     forward = len(list(recording.of_kind(ACTIVATION)))
     for start, end, factor in ((0, forward, 1.0), (forward, len(rows), scale)):
@@ -79,12 +83,6 @@ def _range(recording: Recording, limits: Format, scale: float) -> tuple[int, int
         return min(seen, default=-20) - 1, max(seen, default=0) + 2
     lost = below - 1 - max(0, round(math.log2(scale)))
     return max(min([*seen, lost]), below - 32) - 2, min(max([*seen, above]), above + 16) + 2
-
-
-def _colours() -> Any:
-    from matplotlib.colors import LogNorm
-
-    return LogNorm(FAINTEST, 1.0, clip=True)
 
 
 def _shares(spread: Spread, low: int, high: int) -> list[float]:

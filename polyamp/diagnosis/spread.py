@@ -11,15 +11,19 @@ lost in float16, and a loss scale of 2**3 saves those of 2**-28 and more.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polyamp.formats import Format, format_of
 from polyamp.report import power
 
-LOWEST, HIGHEST = -127, 127
-"""The exponents of finite float32 numbers. Subnormals count as the lowest."""
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+LOWEST = -127
+"""The lowest exponent of float32 numbers: that of zero and subnormals. The highest is 127."""
 
 FIELDS = 256
 """The number of values of float32's exponent field: 0 is zeros and subnormals, 255 is inf and NaN."""
@@ -50,44 +54,23 @@ class Spread:
     inf: int  # number of infinite elements
     nan: int  # number of NaNs
     largest: float  # largest finite magnitude; 0.0 if there is none
-    # number of finite, non-zero elements with each exponent from `LOWEST` to `HIGHEST`. Exponent ``e`` means magnitudes
+    # number of finite, non-zero elements with each exponent from `LOWEST` to 127. Exponent ``e`` means magnitudes
     # from ``2**e`` up to, but not including, ``2**(e + 1)``
     counts: tuple[int, ...]
     mass: tuple[float, ...]  # sum of the magnitudes of those elements
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
-        """Build a spread from numbers on the host. Adapters count on the device instead and use `of_fields`."""
-        numbers = [abs(float(value)) for value in values]
-        counts, mass = [0] * FIELDS, [0.0] * FIELDS
-        finite = [number for number in numbers if math.isfinite(number)]
-        for number in finite:
-            place = max(math.frexp(number)[1] - 1, LOWEST) - LOWEST if number else 0
-            counts[place] += 1
-            mass[place] += number
-        inf, nan = sum(map(math.isinf, numbers)), sum(map(math.isnan, numbers))
-        largest = max(finite, default=0.0)
-        return cls.of_fields(len(numbers), len(numbers), finite.count(0.0), inf, nan, largest, counts, mass)
+    def of_sample(cls, elements: int, sample: NDArray[np.float32], inf: int, nan: int, largest: float) -> Spread:
+        """Count a sample of a tensor; ``inf``, ``nan`` and ``largest`` are those of all its elements."""
+        import numpy as np
 
-    @classmethod
-    def of_fields(
-        cls,
-        elements: int,
-        seen: int,
-        zeros: int,
-        inf: int,
-        nan: int,
-        largest: float,
-        counts: Sequence[float],
-        mass: Sequence[float],
-    ) -> Spread:
-        """Build a spread from counts made on a device: `FIELDS` numbers each."""
-        # ``counts`` are the elements with each value of the exponent field, zeros in field 0, and ``mass`` the sums of
-        # their magnitudes. The last of both (inf and NaN) are ignored.
-        whole = tuple(round(float(count)) for count in counts[:-1])
-        finite_mass = tuple(float(part) for part in mass[:-1])
-        largest = float(largest) if math.isfinite(largest) else 0.0
-        return cls(elements, seen, zeros, inf, nan, largest, (whole[0] - zeros, *whole[1:]), finite_mass)
+        bits = np.ascontiguousarray(sample).reshape(-1).view(np.int32) & 0x7FFFFFFF  # without the sign
+        fields = bits >> 23
+        counts = np.bincount(fields, minlength=FIELDS)[:-1]  # without inf and NaN
+        mass = np.bincount(fields, bits.view(np.float32), FIELDS)[:-1]
+        zeros = bits.size - int(np.count_nonzero(bits))
+        counts[0] -= zeros
+        return cls(elements, bits.size, zeros, inf, nan, largest, tuple(counts.tolist()), tuple(mass.tolist()))
 
     def merged(self, other: Spread) -> Spread:
         """Merge two spreads: the result counts the elements of both."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from polyamp import adapters
 from polyamp.diagnosis.diagnose import Verdict, diagnose
 from polyamp.diagnosis.health import Health, health
-from polyamp.errors import InvalidTypeError, PolyampError, UsageError, check_count, warn_once, wrong_type
+from polyamp.errors import InvalidTypeError, PolyampError, UsageError, check_callable, check_count, warn_once
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 
@@ -58,7 +58,10 @@ def watch(
         InvalidValueError: ``after`` is less than 1, or the policy is unknown.
         UsageError: at the first check, if nothing holds a loss scale.
     """
-    _check(step, on_verdict)
+    check_callable(step, where="watch(step)", allowed="a function", fix="give the training step itself")
+    if on_verdict is not None:
+        allowed, fix = "a function of a Verdict", "give print, for example"
+        check_callable(on_verdict, where="watch(on_verdict=)", allowed=allowed, fix=fix)
     check_count("after", after, where="watch(after=)")
     chosen = None if policy is None else make_policy(policy)
     explain = Explainer(functools.partial(diagnose, step, policy=chosen, **options), on_verdict)
@@ -93,7 +96,7 @@ class Explainer:
 
     def __init__(self, diagnose: Callable[..., Verdict], on_verdict: Callable[[Verdict], object] | None) -> None:
         self._diagnose = diagnose
-        self._tell = _warn if on_verdict is None else on_verdict
+        self._on_verdict = on_verdict
         self._explained: int | None = None  # the step before that run of skips
 
     def __call__(self, found: Health, *args: Any, **kwargs: Any) -> None:
@@ -106,8 +109,11 @@ class Explainer:
             verdict = self._diagnose(*args, **kwargs)
         except PolyampError as error:  # the step itself may be fine, and training should go on
             warn_once(f"steps are being skipped, and the reason cannot be found: {error}")
+            return
+        if self._on_verdict is None:
+            warn_once(f"steps are being skipped in a row; this is why:\n{verdict}")
         else:
-            self._tell(verdict)
+            self._on_verdict(verdict)
 
 
 def _look(holder: Any) -> Health:
@@ -121,16 +127,3 @@ def _look(holder: Any) -> Health:
             allowed="a wrapped optimizer or a loss scaler; in JAX, one state among the step's arguments or results",
             fix="pass the optimizer: polyamp.watch(step, optimizer). In JAX, let the step take and return its state",
         ) from error
-
-
-def _warn(verdict: Verdict) -> None:
-    warn_once(f"steps are being skipped in a row; this is why:\n{verdict}")
-
-
-def _check(step: object, on_verdict: object) -> None:
-    if not callable(step):
-        raise wrong_type(step, where="watch(step)", allowed="a function", fix="give the training step itself")
-    if not (on_verdict is None or callable(on_verdict)):
-        raise wrong_type(
-            on_verdict, where="watch(on_verdict=)", allowed="a function of a Verdict", fix="give print, for example"
-        )

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from polyamp import adapters
 from polyamp.adapters import OPTIONAL, REQUIRED, Adapter
@@ -161,7 +160,7 @@ class OptionalVerbs:
     @pytest.mark.parametrize("widened", [True, False])
     def test_record_reports_products_and_their_gradients(self, harness: Harness, widened: bool) -> None:
         record = offered("record", harness).record
-        left, right = trainable(harness, LEFT), operands(harness)[1]
+        left, right = harness.trainable(LEFT), operands(harness)[1]
         found = record(loss, (left, right), {}, FLOAT16, widened=widened, scale=8.0)
         assert (found.policy, found.scale) == (str(FLOAT16), 8.0)
         assert found.loss == pytest.approx(float((LEFT @ RIGHT).item()), rel=2.0**-9)  # not scaled
@@ -178,11 +177,3 @@ class OptionalVerbs:
             found = collect(loss, operands(harness), {}, FLOAT16, optimizer)
             assert (found.policy, found.optimizer) == (FLOAT16, kind)
             assert [(one.name, one.format, set(one.sizes)) for one in found.products] == [("matmul", "float16", {1, 8})]
-
-
-def trainable(harness: Harness, array: NDArray[Any]) -> Any:
-    """Return an array that gradients are recorded for, or skip the test."""
-    make = getattr(harness, "trainable", None)
-    if make is None:
-        pytest.skip("the harness has no method `trainable`")
-    return make(array)

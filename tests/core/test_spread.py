@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyamp.diagnosis.spread import SAMPLE, Spread, stride
+from polyamp.diagnosis.spread import SAMPLE, stride
+from support.diagnosis_cases import count_values
 
 # Magnitudes over float32's range and around the smallest of float16, but for half of that, which counts as kept.
 anywhere, tiny = st.floats(0, 2.0**100, width=32), st.floats(2.0**-27, 2.0**-23, width=32)
@@ -28,14 +29,14 @@ def in_float16(value: float) -> float:
 @given(values)
 def test_what_rounding_to_float16_flushes_and_loses(numbers: list[float]) -> None:
     small = [number for number in numbers if number and in_float16(number) == 0]
-    whole, spread = math.fsum(numbers), Spread.of(numbers)
+    whole, spread = math.fsum(numbers), count_values(numbers)
     assert spread.flushed("float16") == pytest.approx(len(small) / len(numbers))
     assert spread.lost("float16") == pytest.approx(math.fsum(small) / whole if whole else 0.0)
 
 
 @given(values)
 def test_the_largest_scale_is_the_last_that_overflows_nothing(numbers: list[float]) -> None:
-    spread = Spread.of(numbers)
+    spread = count_values(numbers)
     largest = spread.largest_scale("float16")
     if spread.largest == 0:
         assert largest == math.inf
@@ -47,7 +48,7 @@ def test_the_largest_scale_is_the_last_that_overflows_nothing(numbers: list[floa
 def test_the_smallest_scale_is_the_first_that_loses_no_more_than_is_tolerated(
     numbers: list[float], tolerance: float
 ) -> None:
-    spread = Spread.of(numbers)
+    spread = count_values(numbers)
     smallest = spread.smallest_scale("float16", tolerance)
     if spread.largest == 0:
         assert smallest == 0
@@ -59,7 +60,7 @@ def test_the_smallest_scale_is_the_first_that_loses_no_more_than_is_tolerated(
 
 @given(values, values)
 def test_merging_is_looking_at_both(first: list[float], second: list[float]) -> None:
-    merged, whole = Spread.of(first).merged(Spread.of(second)), Spread.of([*first, *second])
+    merged, whole = count_values(first).merged(count_values(second)), count_values([*first, *second])
     assert merged.counts == whole.counts
     assert (merged.elements, merged.zeros, merged.largest) == (whole.elements, whole.zeros, whole.largest)
     assert merged.mass == pytest.approx(whole.mass)
@@ -67,7 +68,7 @@ def test_merging_is_looking_at_both(first: list[float], second: list[float]) -> 
 
 @given(st.lists(st.floats(2.0**-60, 2.0**60, width=32), min_size=1), st.integers(-30, 30))
 def test_scaling_is_scaling_every_element(numbers: list[float], exponent: int) -> None:
-    scaled, whole = Spread.of(numbers).scaled(exponent), Spread.of([n * 2.0**exponent for n in numbers])
+    scaled, whole = count_values(numbers).scaled(exponent), count_values([n * 2.0**exponent for n in numbers])
     assert scaled.counts == whole.counts
     assert scaled.largest == whole.largest
     assert scaled.mass == pytest.approx(whole.mass)
@@ -75,7 +76,7 @@ def test_scaling_is_scaling_every_element(numbers: list[float], exponent: int) -
 
 @pytest.mark.parametrize(("values", "inf", "nan"), [([math.inf, -math.inf, 1.0], 2, 0), ([math.nan, 2.0], 0, 1)])
 def test_what_is_not_finite_is_counted_and_has_no_headroom(values: list[float], inf: int, nan: int) -> None:
-    spread = Spread.of(values)
+    spread = count_values(values)
     assert (spread.inf, spread.nan, spread.is_finite) == (inf, nan, False)
     assert spread.headroom("float16") == -math.inf
     assert spread.largest_scale("float16") == 0

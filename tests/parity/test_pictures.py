@@ -17,8 +17,8 @@ from polyamp.comparison import Comparison, Parity
 from polyamp.diagnosis import pictures
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation, Recording
-from polyamp.diagnosis.spread import Spread
 from polyamp.errors import InvalidValueError
+from support.diagnosis_cases import count_values
 from support.seeded_runs import compared
 
 RNG = np.random.default_rng(0)
@@ -26,7 +26,7 @@ RNG = np.random.default_rng(0)
 
 def tensor(kind: Kind, name: str, power: float, fmt: str = "float16") -> Observation:
     values = 2.0**power * np.exp(RNG.normal(0, 2, 500))
-    return Observation(kind, name, "block" if kind != PARAMETER else "", "lower", fmt, (500,), Spread.of(values))
+    return Observation(kind, name, "block" if kind != PARAMETER else "", "lower", fmt, (500,), count_values(values))
 
 
 OBSERVATIONS = (

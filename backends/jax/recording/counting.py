@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from polyamp.diagnosis.spread import FIELDS, Spread, stride
+from polyamp.diagnosis.spread import Spread, stride
 
 _INFINITE = 0x7F800000  # float32's bits without the sign: those of finite numbers are smaller, those of NaN larger
 _LEAST = 64  # elements that are sampled in each iteration of a loop, however many iterations it has
@@ -64,13 +64,8 @@ def spread_of(found: Sample, elements: int) -> Spread | None:
     """Count the sample, on the host, of a tensor with so many elements; None if it was not computed."""
     turns = found.values.reshape(-1, found.values.shape[-1])
     turns = turns[found.present.reshape(-1)]
-    bits = np.ascontiguousarray(turns).reshape(-1).view(np.int32) & 0x7FFFFFFF
     totals = found.totals.reshape(-1, 4)
     (times, inf, nan), largest = totals[:, :3].sum(0).tolist(), totals[:, 3].max()
     if not times:
         return None
-    fields, magnitudes = bits >> 23, bits.view(np.float32)
-    counts, mass = np.bincount(fields, minlength=FIELDS), np.bincount(fields, magnitudes, FIELDS)
-    zeros = bits.size - int(np.count_nonzero(bits))
-    top = float(np.int32(largest).view(np.float32))
-    return Spread.of_fields(elements * times, bits.size, zeros, inf, nan, top, counts.tolist(), mass.tolist())
+    return Spread.of_sample(elements * times, turns, inf, nan, float(np.int32(largest).view(np.float32)))

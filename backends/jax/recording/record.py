@@ -45,7 +45,11 @@ def record(
     run = _compiled(_Program(jaxpr, unstable.fingerprint(traced.closed), policy, widened, *traced[2:]))
     samples, loss = jax.device_get(run.samples(arrays, constants))
     own_loss = None if loss is None else float(loss)
-    observations = _observations(run.records, samples)
+    observations = tuple(
+        Observation(one.kind, *one.origin[:-1], one.shape, spread)
+        for one, own in zip(run.records, samples, strict=True)
+        if (spread := spread_of(own, math.prod(one.shape))) is not None
+    )
     return Recording("jax", str(policy), own_loss, own_scale, observations, traced.differentiates)
 
 
@@ -112,13 +116,6 @@ def _matched(gradients: Sequence[Record], parameters: Sequence[tuple[str, tuple[
     ]
 
 
-def _observations(records: Sequence[Record], samples: Sequence[Sample]) -> tuple[Observation, ...]:
-    found = [(one, spread_of(own, math.prod(one.shape))) for one, own in zip(records, samples, strict=True)]
-    return tuple(
-        Observation(one.kind, *one.origin[:-1], one.shape, spread) for one, spread in found if spread is not None
-    )
-
-
 class TracedStep(NamedTuple):
     """A training step as one traced program."""
 
@@ -154,8 +151,13 @@ def traced_step(
         elif not differentiates:
             trace = _Trace(step, args, given, policy)
     closed, arrays = trace.program.closed, trace.program.arrays
-    index = _scale_index(arrays, (args, given))
-    return TracedStep(closed, differentiates, index, trace.loss_index, _floating(args)), arrays
+    index = None
+    if holds_state((args, given)):
+        own = find_state((args, given)).scalars.scale
+        index = next((place for place, array in enumerate(arrays) if array is own), None)
+    found = jax.tree.leaves_with_path(args)
+    floating = tuple((gradients.name_of(path[1:]), leaf.shape) for path, leaf in found if is_floating(leaf))
+    return TracedStep(closed, differentiates, index, trace.loss_index, floating), arrays
 
 
 class _Trace:
@@ -193,13 +195,6 @@ def _holder() -> Any:
     return state_type(settings, "float16")(*initial_scalars(settings), inner_state=None, master_weights=None)
 
 
-def _scale_index(arrays: Sequence[Any], holder: Any) -> int | None:
-    if not holds_state(holder):
-        return None
-    scale = find_state(holder).scalars.scale
-    return next((index for index, array in enumerate(arrays) if array is scale), None)
-
-
 def _is_scalar(part: Any) -> bool:
     return is_floating(part) and part.shape == ()
 
@@ -210,8 +205,3 @@ def _loss_in(results: Any) -> Any:
     alone = [leaf for path, leaf in scalars if len(path) <= 1]
     called = [leaf for path, leaf in scalars if gradients.name_of(path).endswith("loss")]
     return next((found[0] for found in (alone, called) if len(found) == 1), None)
-
-
-def _floating(args: tuple[Any, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    found = jax.tree.leaves_with_path(args)
-    return tuple((gradients.name_of(path[1:]), leaf.shape) for path, leaf in found if is_floating(leaf))

@@ -18,7 +18,7 @@ from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, closure, mak
 from polyamp.backends.tensorflow.graphs.writing import RESULT
 from polyamp.backends.tensorflow.recording.values import LOW, Body
 from polyamp.backends.tensorflow.unstable import dataset_of, elements_of, run_operation
-from polyamp.diagnosis.spread import FIELDS, Spread, stride
+from polyamp.diagnosis.spread import Spread, stride
 
 _OUTSIDE = ("Bitcast", "DecodeRaw", "EagerPyFunc", "PyFunc", "PyFuncStateless")  # their values are in 16 bits
 _RESOURCE: int = tf.resource.as_datatype_enum
@@ -149,11 +149,8 @@ def _in_float32(attribute: Any) -> Any:
 def spread_of(array: Any) -> Spread:
     """Return the spread of an array on the host."""
     with np.errstate(over="ignore"):  # float64 numbers beyond float32 are inf there
-        bits = np.ravel(array).astype(np.float32).view(np.int32) & 0x7FFFFFFF
-    sample = bits[:: stride(bits.size)]
-    fields, magnitudes = sample >> 23, sample.view(np.float32)
-    counts, mass = np.bincount(fields, minlength=FIELDS), np.bincount(fields, magnitudes, FIELDS)
+        values = np.ravel(array).astype(np.float32)
+    bits = values.view(np.int32) & 0x7FFFFFFF
     inf, nan = (int(np.count_nonzero(found)) for found in (bits == _INFINITE, bits > _INFINITE))
     largest = float(bits[bits < _INFINITE].max(initial=0).view(np.float32))
-    zeros = sample.size - int(np.count_nonzero(sample))
-    return Spread.of_fields(bits.size, sample.size, zeros, inf, nan, largest, counts.tolist(), mass.tolist())
+    return Spread.of_sample(bits.size, values[:: stride(bits.size)], inf, nan, largest)

@@ -19,7 +19,7 @@ class Changes:
         self._new: set[int] = set()  # storages that were created meanwhile
         self._kept: dict[Any, tuple[Tensor, Tensor, int]] = {}
         self._gradients: dict[Tensor, Tensor | None] = {}
-        self._modules: dict[nn.Module, _Attributes] = {}
+        self._modules: dict[nn.Module, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
 
     def before(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before an operator runs: save the tensors that it will change, if they existed before the step."""
@@ -48,7 +48,8 @@ class Changes:
         """Save the attributes of a module and its parts, including their modes."""
         for module in root.modules():
             if module not in self._modules:
-                self._modules[module] = _Attributes(module)
+                holders = (vars(module), module._parameters, module._buffers)
+                self._modules[module] = [(holder, dict(holder)) for holder in holders]
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -59,22 +60,11 @@ class Changes:
                 unstable.set_version(tensor, version)
         for leaf, gradient in self._gradients.items():
             leaf.grad = gradient
-        for attributes in self._modules.values():
-            attributes.restore()
-
-
-class _Attributes:
-    """The attributes of a module, by name."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._holders = [vars(module), module._parameters, module._buffers]
-        self._before = [dict(holder) for holder in self._holders]
-
-    def restore(self) -> None:
-        for holder, before in zip(self._holders, self._before, strict=True):
-            for name in [name for name in holder if name not in before]:
-                del holder[name]
-            holder.update(before)
+        for saved in self._modules.values():
+            for holder, before in saved:
+                for name in holder.keys() - before.keys():
+                    del holder[name]
+                holder.update(before)
 
 
 def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:

@@ -20,7 +20,7 @@ from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.widening import values_of
 from polyamp.backends.torch.tracking import Tracker
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Kind, Observation
-from polyamp.diagnosis.spread import FIELDS, Spread, stride
+from polyamp.diagnosis.spread import Spread, stride
 from polyamp.flow import decide
 from polyamp.operations import OPERATIONS
 from polyamp.policies import Policy
@@ -69,15 +69,12 @@ _MOVES = frozenset(_MOVING.split())
 def spread_of(tensor: Tensor) -> Spread:
     """Count a floating-point tensor's elements; of a distributed tensor, those of this rank."""
     magnitudes = _flat(tensor).abs()
-    sample = magnitudes[:: stride(magnitudes.numel())].contiguous().cpu()
+    sample = magnitudes[:: stride(magnitudes.numel())].cpu().numpy()
     inf, nan, largest = 0, 0, float(magnitudes.amax())
     if not math.isfinite(largest):
         inf, nan = int(magnitudes.isinf().sum()), int(magnitudes.isnan().sum())
         largest = float(torch.where(magnitudes.isfinite(), magnitudes, 0.0).amax())
-    fields = sample.view(torch.int32) >> 23  # the sign bit is 0
-    counts, mass = (torch.bincount(fields, weights, FIELDS).tolist() for weights in (None, sample.double()))
-    zeros = sample.numel() - int(sample.count_nonzero())
-    return Spread.of_fields(magnitudes.numel(), sample.numel(), zeros, inf, nan, largest, counts, mass)
+    return Spread.of_sample(magnitudes.numel(), sample, inf, nan, largest)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -86,15 +83,10 @@ def _flat(tensor: Tensor) -> Tensor:
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
     values = tensor.float()
-    if values.numel() == _extent(values):
+    steps = zip(values.shape, values.stride(), strict=True)
+    if values.numel() == 1 + sum((size - 1) * step for size, step in steps):
         return values.as_strided((values.numel(),), (1,))
     return values.reshape(-1)
-
-
-def _extent(tensor: Tensor) -> int:
-    """Return the number of elements from the first to the last one, in memory."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * step for size, step in steps)
 
 
 class UpdateBegins(BaseException):

@@ -18,7 +18,8 @@ from jax.interpreters import mlir
 import polyamp
 from polyamp.backends.jax import adapter, apply_gradients
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
-from polyamp.diagnosis.spread import Spread, stride
+from polyamp.diagnosis.spread import stride
+from support.diagnosis_cases import count_values
 from support.jax_scenarios import normal
 from support.jax_scenarios import quickly_compiled as quickly_compiled
 
@@ -53,7 +54,7 @@ def places(recording: Recording, *kinds: str) -> list[str]:
 
 def assert_spread(one: Observation, values: Any) -> None:
     """Assert that a spread equals one counted on the host, up to the last bits of values computed in another order."""
-    own, wanted = one.spread, Spread.of(np.asarray(values, np.float32).reshape(-1).tolist())
+    own, wanted = one.spread, count_values(np.asarray(values, np.float32).reshape(-1).tolist())
     assert (own.elements, own.seen, own.zeros, own.inf, own.nan) == (
         wanted.elements,
         wanted.elements,

@@ -18,7 +18,8 @@ from polyamp.backends.tensorflow import LossScaler
 from polyamp.backends.tensorflow.recording.record import record
 from polyamp.backends.tensorflow.recording.replay import spread_of
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
-from polyamp.diagnosis.spread import SAMPLE, Spread, stride
+from polyamp.diagnosis.spread import SAMPLE, stride
+from support.diagnosis_cases import count_values
 from support.tensorflow_cases import EDGES, normal, train_step, variables_like
 
 pytestmark = pytest.mark.slow
@@ -53,7 +54,7 @@ NUMBERS = st.floats(width=32) | st.sampled_from([0.0, -0.0, 1e-45, -1e-40, 2.0**
 @given(st.lists(NUMBERS, max_size=9))
 def test_counts_are_those_of_the_numbers(numbers: list[float]) -> None:
     array = np.array(numbers, np.float32)
-    found, expected = spread_of(array), Spread.of(array.tolist())
+    found, expected = spread_of(array), count_values(array.tolist())
     assert found.mass == pytest.approx(expected.mass, rel=1e-5)
     assert replace(found, mass=expected.mass) == expected
 
@@ -61,7 +62,7 @@ def test_counts_are_those_of_the_numbers(numbers: list[float]) -> None:
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float64])
 def test_other_formats_are_counted_as_float32(dtype: tf.DType) -> None:
     found = spread_of(tf.cast(tf.constant([2.0**-24, 3.0, 0.0]), dtype).numpy())
-    assert found == Spread.of([float(tf.cast(tf.cast(2.0**-24, dtype), tf.float32)), 3.0, 0.0])
+    assert found == count_values([float(tf.cast(tf.cast(2.0**-24, dtype), tf.float32)), 3.0, 0.0])
 
 
 def test_of_large_tensors_a_sample_is_counted_but_all_is_looked_at() -> None:

@@ -38,7 +38,7 @@ from rich.table import Table
 # a test that hangs prints where, before it is stopped
 PYTEST = ("-m", "pytest", "--gpu", "-p", "no:cacheprovider", "-q", "--tb=short", "-o", "faulthandler_timeout=90")
 TORCH = (*PYTEST, "--suite=torch", "-m", "gpu")
-KERNELS = tuple(f"tests/on_torch/kernels/test_{name}.py" for name in ("device", "kernels", "step_cuda"))
+KERNELS = tuple(f"tests/on_torch/kernels/test_{name}.py" for name in ("kernels", "step_cuda"))
 JAX_TESTS = ("test_conformance", "steps/test_step", "steps/test_optax", "steps/test_gradients", "autocast/test_values")
 JAX = tuple(f"tests/on_jax/{name}.py" for name in JAX_TESTS)
 FULL_FLOAT32 = (("JAX_DEFAULT_MATMUL_PRECISION", "highest"),)  # by default float32 products use TF32

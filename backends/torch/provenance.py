@@ -405,7 +405,7 @@ class Witness:
         begun = PASSES.here()
         scaling = begun.scaling if begun is not None else PASSES.unmarked_since(self._opened_at)
         if begun is None and scaling is None:
-            self._note_unscaled_loss()
+            self._note_unscaled_loss(param)
         elif begun is not None and begun.task == self._polluting:
             self._was_left = True
         elif scaling is None:
@@ -426,8 +426,10 @@ class Witness:
         if param is not None and param.grad is not None:
             self._noted = Gradient.of(param, param.grad)
 
-    def _note_unscaled_loss(self) -> None:
+    def _note_unscaled_loss(self, param: Tensor) -> None:
         if self.left is not None:
+            # What a step changed in masters' gradients, such as a clip, is not in the model's.
+            self._was_left = self.taken_from is not None and self.left.has_grown(by=param)
             self.scaling = None
         own = [one for one in PASSES.since(self._opened_at) if one.by is not None and one.by == id(self._owner())]
         if own and not (self.contributors or self._has_unscaled or self.is_unscaled) and self._is_wide:

@@ -195,8 +195,13 @@ class Ours(Step):
         self.wrapped = polyamp.wrap_optimizer(
             inner, loss_scale=scale, max_grad_norm=self.max_norm, master_weights=self.kind, fused_step=fused
         )
-        self.prepare = lambda: self.wrapped.scale(self.loss)  # type: ignore[method-assign]
-        self.step = self.wrapped.step  # type: ignore[method-assign]
+
+    def prepare(self) -> Any:
+        self.wrapped.scale(self.loss)
+        self.params[0].grad.add_(0)  # type: ignore[union-attr]  # else these are the last step's, which is refused
+
+    def step(self) -> Any:
+        return self.wrapped.step(scaled=True)
 
 
 class Native(Step):

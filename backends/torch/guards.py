@@ -8,7 +8,6 @@ all is for ``provenance.py``.
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -155,21 +154,12 @@ def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptim
     return [masters_of.get(id(param), param) for param in params] if masters_of else params
 
 
-class _Regions(threading.local):
-    """The number of autocast regions of this thread at the last report."""
-
-    count = 0
-
-
-_REPORTED = _Regions()
-
-
 def report_forgotten_scale(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:
     """Warn once if a region since the last step needs a loss scale, and no wrapped optimizer has one."""
     # If another optimizer has one, the region may have been for that one.
-    if LAST.count == _REPORTED.count:
+    if LAST.count == optimizer.regions_before:
         return
-    _REPORTED.count = LAST.count
+    optimizer.regions_before = LAST.count
     if not optimizer.scaler.multiplies and not any(one.scaler.multiplies for one in list(alive)):
         optimizer.lacks_policy = False  # reported here
         report_missing_scale(optimizer.scaler.settings, optimizer.scaler.compute, LAST.policy, stacklevel=5)

@@ -84,7 +84,7 @@ def _has_gradients(optimizer: LossScaledOptimizer) -> bool:
     """Return whether a scaled loss has already produced gradients for this step."""
     witness = optimizer.witness
     made = witness.scaling is not None and witness.left is None
-    return made and any(param.grad is not None for param in optimizer.model_parameters())
+    return made and optimizer.first_with_gradient() is not None
 
 
 def _clear_as_masters(optimizer: LossScaledOptimizer) -> None:

@@ -69,7 +69,6 @@ class Scaled(NamedTuple):
     settings: LossScale  # the settings of the loss scale
     control: Tensor  # the loss scale's state, which the step advances; see ``control.py``
     advance: bool  # whether the step advances this state; False for a second optimizer on the same loss
-    losses: Sequence[Tensor]  # losses that are tested too, on any device
     max_norm: float | None  # the norm to clip to; None does not clip
     process_group: Any  # see `any_rank`
 
@@ -239,8 +238,7 @@ class FusedStep:
         if not scaled.settings.check and scaled.max_norm is None:
             return scratch.nothing_found, None
         stats, overflowed = scratch.stats, None
-        losses = _losses_on(scaled.scale.device, scaled.losses)
-        torch.ops.polyamp.grad_stats(grads, losses, scaled.scale, stats, scratch.workspace)
+        torch.ops.polyamp.grad_stats(grads, [], scaled.scale, stats, scratch.workspace)
         if scaled.max_norm is not None and batches and hasattr(batches[0].first, "placements"):
             add_shards_(stats[:1], batches[0].first)
         if not scaled.settings.check:
@@ -311,12 +309,6 @@ def _settle(batches: Sequence[Batch], *, applied: bool) -> None:
             batch.made.clear()
         else:
             batch.unmake()
-
-
-def _losses_on(device: torch.device, losses: Sequence[Tensor]) -> list[Tensor]:
-    """Return losses in the dtypes that operators test: non-finite values of float64 losses become NaN."""
-    narrow = [loss - loss if loss.dtype == torch.float64 else loss for loss in losses]
-    return [loss.to(device, torch.float32 if loss.dtype == torch.float64 else loss.dtype) for loss in narrow]
 
 
 @functools.lru_cache(maxsize=64)

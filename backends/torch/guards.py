@@ -108,7 +108,7 @@ def _has_scaled_gradients(optimizer: LossScaledOptimizer) -> bool:
     scaling = witness.presumed
     if scaling is None or scaling.factor == 1.0 or witness.is_consumed or not scaling.scaler.multiplies:
         return False
-    return any(param.grad is not None for param in optimizer.model_parameters())
+    return optimizer.first_with_gradient() is not None
 
 
 def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptimizer], measured: bool) -> list[Tensor]:
@@ -141,8 +141,7 @@ def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptim
         elif masters is not None and optimizer.witness.is_unscaled:
             masters_of |= {param: master for param, master in masters.by_parameter().items() if param in clipped}
         elif masters is not None:  # the masters take the gradients later
-            pairs = zip(masters.masters, masters.model, strict=True)
-            masters_of |= {id(master): model for master, model in pairs if id(master) in clipped}
+            masters_of |= {master: model for master, model in masters.models_by_id().items() if master in clipped}
     if masters_of and measured:
         raise UsageError(
             "the 16-bit gradients of the model are not the unscaled ones",

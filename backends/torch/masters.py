@@ -42,6 +42,7 @@ class MasterWeights:
         self.model: list[Tensor] = []
         self.masters: list[Tensor] = []
         self._by_master: dict[Tensor, Tensor] = {}
+        self._by_id: dict[int, Tensor] = {}
         self._taken: list[Gradient | None] = []  # the model's gradients when the masters took them
         for group in inner.param_groups:
             self.adopt(inner, group)
@@ -50,7 +51,7 @@ class MasterWeights:
         return {"model": self.model, "masters": self.masters}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        self.__dict__.update(saved, _by_master={}, _taken=[])
+        self.__dict__.update(saved, _by_master={}, _by_id={}, _taken=[])
 
     @torch.no_grad()
     def adopt(self, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
@@ -107,6 +108,12 @@ class MasterWeights:
     def by_parameter(self) -> dict[int, Tensor]:
         """Return the masters by the ids of their parameters."""
         return dict(zip(map(id, self.model), self.masters, strict=True))
+
+    def models_by_id(self) -> dict[int, Tensor]:
+        """Return the model's parameters by the ids of their masters: the same object until there are more."""
+        if len(self._by_id) != len(self.masters):
+            self._by_id = dict(zip(map(id, self.masters), self.model, strict=True))
+        return self._by_id
 
     def parameters_by_master(self) -> dict[Tensor, Tensor]:
         """Return the model's parameters by their masters, for operators: the same object until there are more."""

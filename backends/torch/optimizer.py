@@ -47,7 +47,7 @@ from polyamp.backends.torch.masters import make_masters
 from polyamp.backends.torch.operands import NO_MASTERS, Batch
 from polyamp.backends.torch.overflow import Overflow
 from polyamp.backends.torch.provenance import Scaling, Witness, not_cleared
-from polyamp.backends.torch.ranks import any_rank, check_norm_group, check_process_group, has_peers
+from polyamp.backends.torch.ranks import Overflowed, any_rank, check_norm_group, check_process_group, has_peers
 from polyamp.backends.torch.recording.reach import update_begins
 from polyamp.backends.torch.scale import LossScaler, LossScalers, losses_in
 from polyamp.backends.torch.sharding import check_groups
@@ -156,6 +156,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.steps, self.regions_before, self.lacks_policy = 0, LAST.count, False  # see `report_not_lowered`
         self.lowers: bool | None = None
         self.flags: dict[LossScaler, Tensor] = {}  # by loss: whether gradients were not finite when they were unscaled
+        self._overflowed: Overflowed | None = None  # the ranks that overflowed in the last step
         self._partners: Tensor | None = None  # the flag of optimizers that skip together with this one
         self._simple = (0, False)  # the number of parameters at the last `Gradients.are_simple`, and its result
         self.witness = Witness(self)
@@ -387,7 +388,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             raise _unscaled_already(where="step(scaled=True)", fix="leave scaled= out after unscale_()")
         if self.checks and witness.is_consumed:
             raise _no_backward("the gradients of the last step")
-        first = self._first_gradient()
+        with_gradient = self.first_with_gradient()
+        first = None if with_gradient is None else with_gradient.grad
         if first is None:
             if self.is_alone:
                 raise _no_backward("no parameter with a gradient")
@@ -403,11 +405,12 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         check_not_shared(self, scaling, ALIVE)
         return scaling
 
-    def _first_gradient(self) -> Tensor | None:
+    def first_with_gradient(self) -> Tensor | None:
+        """Return the first of the model's own parameters that has a gradient."""
         for group in self.parameter_groups():
             for param in group:
                 if param.grad is not None:
-                    return param.grad
+                    return param
         return None
 
     def prepare(self, scaling: Scaling) -> tuple[Tensor, Gradients]:
@@ -482,7 +485,6 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             settings=scaler.settings,
             control=scaler.control_on(device),
             advance=checks and scaler.opens_round(self),
-            losses=(),
             max_norm=self.max_grad_norm,
             process_group=self.process_group,
         )
@@ -564,7 +566,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         groups = [group["params"] for group in self.inner.param_groups]
         if self.masters is None:
             return groups
-        models = dict(zip(map(id, self.masters.masters), self.masters.model, strict=True))
+        models = self.masters.models_by_id()
         return [[models.get(id(param), param) for param in group] for group in groups]
 
     def model_parameters(self) -> Iterator[Tensor]:
@@ -592,7 +594,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     @property
     def may_have_gradients(self) -> bool:
         """Whether there may be something to update, here or on another rank."""
-        return not self.is_alone or any(param.grad is not None for param in self.model_parameters())
+        return not self.is_alone or self.first_with_gradient() is not None
 
     def share_scales(self, other: LossScaledOptimizer) -> None:
         """Use the loss scales of another wrapped optimizer, which trains on the same losses."""

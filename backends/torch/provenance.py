@@ -211,6 +211,9 @@ class Owner(Protocol):
     def parameter_groups(self) -> list[list[Tensor]]:
         """Return the parameters that backward passes reach, by group."""
 
+    def first_with_gradient(self) -> Tensor | None:
+        """Return the first of these parameters that has a gradient."""
+
     def give_back(self, scaling: Scaling) -> None:
         """Multiply all gradients as those of the model were before masters took them, with what masters changed."""
 
@@ -253,10 +256,10 @@ class Witness:
         if self._is_wide and not self._stays_wide and self._noted is not None:
             self._narrow()
         self.open()
-        for param in self._parameters():
-            if param.grad is not None:
-                self.scaling, self.taken_from, self.left = scaling, taken_from, Gradient.of(param, param.grad)
-                return
+        owner = self._owner()
+        param = None if owner is None else owner.first_with_gradient()
+        if param is not None and param.grad is not None:
+            self.scaling, self.taken_from, self.left = scaling, taken_from, Gradient.of(param, param.grad)
 
     @property
     def is_consumed(self) -> bool:
@@ -270,8 +273,12 @@ class Witness:
     @property
     def presumed(self) -> Scaling | None:
         """The scaling of the gradients; where the hooks missed them, of the last loss of this optimizer."""
-        own = [one for one in PASSES.since(self._opened_at) if one.by is not None and one.by == id(self._owner())]
-        return own[-1] if self.scaling is None and own else self.scaling
+        own = self._own_passes() if self.scaling is None else []
+        return own[-1] if own else self.scaling
+
+    def _own_passes(self) -> list[Scaling]:
+        """Return the scalings of passes since the last step that the owner's own method made."""
+        return [one for one in PASSES.since(self._opened_at) if one.by is not None and one.by == id(self._owner())]
 
     def note_unscaled(self, scaler: LossScaler, *, masters: bool) -> None:
         """Note that the gradients, or those of masters that were taken from them, were divided by their factor."""
@@ -325,7 +332,7 @@ class Witness:
         if own is None:
             if PASSES.count > self._opened_at + 1:
                 self._look_for_unobserved(owner, begun, other, accumulates=accumulates)
-        elif (self.left is not None or not own.is_like(other)) and all(p.grad is None for p in self._parameters()):
+        elif (self.left is not None or not own.is_like(other)) and owner.first_with_gradient() is None:
             self.open()
         elif accumulates and owner.checks and self._was_used():
             self._polluting = begun.task
@@ -431,7 +438,7 @@ class Witness:
             # What a step changed in masters' gradients, such as a clip, is not in the model's.
             self._was_left = self.taken_from is not None and self.left.has_grown(by=param)
             self.scaling = None
-        own = [one for one in PASSES.since(self._opened_at) if one.by is not None and one.by == id(self._owner())]
+        own = self._own_passes()
         if own and not (self.contributors or self._has_unscaled or self.is_unscaled) and self._is_wide:
             # The optimizer's own loss reached none of its parameters: gradients cached at a model's representations.
             self.scaling, self.contributors, self._stays_wide = own[-1], [own[-1].scaler], True

@@ -86,11 +86,9 @@ class LossScaler:
                 fix="scale it once: pass the loss itself to backward(loss), also to manual_backward and "
                 "accelerator.backward",
             )
-        scaling = provenance.Scaling(
-            self, self.state.scale, None if by is None or torch.compiler.is_compiling() else id(by)
-        )
+        owner = None if by is None or torch.compiler.is_compiling() else id(by)
         if not self.settings.check:
-            provenance.follow(losses, scaling)
+            provenance.follow(losses, provenance.Scaling(self, self.state.scale, owner))
             return loss
         if not self._is_decided:  # the first loss since a step
             self._is_decided, self.loss_was_finite = True, None
@@ -105,7 +103,7 @@ class LossScaler:
             self.report_loss(bad.detach(), process_group=process_group, where="scaling the loss", stacklevel=stacklevel)
         multiply = functools.partial(self._multiply, finite)
         scaled = multiply(loss) if isinstance(loss, Tensor) else map_leaves(multiply, loss)
-        scaling = scaling._replace(factor=self.state.scale)
+        scaling = provenance.Scaling(self, self.state.scale, owner)
         provenance.follow([scaled] if isinstance(loss, Tensor) else leaves(scaled), scaling)
         return scaled
 

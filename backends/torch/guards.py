@@ -161,7 +161,7 @@ def report_forgotten_scale(optimizer: LossScaledOptimizer, alive: Iterable[LossS
     optimizer.regions_before = LAST.count
     if not optimizer.scaler.multiplies and not any(one.scaler.multiplies for one in list(alive)):
         optimizer.lacks_policy = False  # reported here
-        report_missing_scale(optimizer.scaler.settings, optimizer.scaler.compute, LAST.policy, stacklevel=5)
+        report_missing_scale(optimizer.scaler.settings, optimizer.scaler.compute, LAST.policy, stacklevel=4)
 
 
 def look_for_casts(optimizer: LossScaledOptimizer, loss: Any) -> None:
@@ -179,13 +179,13 @@ def report_not_lowered(optimizer: LossScaledOptimizer) -> None:
         warn_once(
             "the optimizer was wrapped without a policy, so nothing is scaled or checked: pass one, as in "
             'polyamp.wrap_optimizer(optimizer, "mixed_float16").',
-            stacklevel=5,
+            stacklevel=4,
         )
     if optimizer.steps == _STEPS and optimizer.lowers is False:
         warn_once(
             f"the optimizer was wrapped for {optimizer.scaler.compute}, and its losses were computed in float32 alone: "
             "nothing runs in 16 bits. Compute the loss in a region: with polyamp.autocast(policy): ...",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -38,7 +38,7 @@ from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, no
 from polyamp.formats import in_single
 from polyamp.scale import LossScale, LossScaleState, advance, on_host, report_limits, report_nonfinite_loss
 
-_STACKLEVEL = 7  # of a warning: from where it is issued to the user's call
+_STACKLEVEL = 6  # of a warning: from where it is issued to the user's call
 
 
 class LossScaler:

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, partial, wraps
 from importlib.abc import MetaPathFinder
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 
@@ -259,15 +259,11 @@ def is_operator_of_bodies(target: Any, name: str) -> bool:
 
 
 def not_traced(method: Method) -> Method:
-    """Run a method in Python when Dynamo traces its caller, as torch's own optimizers do."""
-    # The public ``torch.compiler.disable`` imports Dynamo at once, which takes longer than importing torch.
-    untraced = torch._disable_dynamo(method)  # type: ignore[attr-defined]
-
-    @wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        return (untraced if torch.compiler.is_compiling() else method)(*args, **kwargs)
-
-    return cast(Method, called)
+    """Make Dynamo call a function in Python, and not look into it, as torch's own optimizers are called."""
+    # The public `torch.compiler.disable` imports Dynamo at once, which takes longer than importing torch.
+    method._torchdynamo_disable = True  # type: ignore[attr-defined]
+    method._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
+    return never_compiled(method)
 
 
 def constant_when_compiled(fn: Method) -> Method:

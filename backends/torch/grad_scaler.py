@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,15 +20,14 @@ from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.guards import scaled_twice
 from polyamp.backends.torch.optimizer import LossScaledOptimizer, not_a
-from polyamp.backends.torch.overflow import NonFinite, Overflow, describe, find, named, names_of
-from polyamp.backends.torch.ranks import any_rank, check_process_group
+from polyamp.backends.torch.overflow import Overflow, describe, find, named, names_of
+from polyamp.backends.torch.ranks import Overflowed, any_rank, check_process_group
 from polyamp.backends.torch.recording.reach import is_recorded, update_begins
-from polyamp.backends.torch.scale import LossScaler, checked_scale
+from polyamp.backends.torch.scale import LossScaler
 from polyamp.backends.torch.skipping import Stepper
 from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping, not_traced
 from polyamp.errors import InvalidValueError, UsageError, shown, warn_once
-from polyamp.policies import Policy
-from polyamp.policies import policy as make_policy
+from polyamp.libraries import write
 from polyamp.scale import LossScale, LossScaleState, StepResult, on_host
 
 
@@ -48,11 +48,10 @@ def _setting(name: str) -> Any:
 
 @dataclass
 class _Seen:
-    """A plain optimizer since the last `update`."""
+    """The gradients of a plain optimizer since the last `update`."""
 
-    optimizer: torch.optim.Optimizer
     bad: Tensor  # 1.0 if a rank had gradients that were not finite when they were unscaled, else 0.0
-    overflowed: Any  # the ranks that had them
+    overflowed: Overflowed | None  # the ranks that had them
     finite: bool | Tensor | None = None  # whether it stepped; None before
 
 
@@ -79,15 +78,13 @@ class GradScaler(torch.amp.GradScaler):
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
         loss_scale: all settings as a `LossScale`, including hysteresis, limits and ``max_skips``, instead of the four
             numbers. None is torch's behaviour with a floor of 2**-14.
-        policy: a policy or its name, instead of ``loss_scale``. The scaler has the policy's loss scale, and is disabled
-            if the policy needs none, as in bfloat16.
         optimizers: a wrapped optimizer, or several that share their loss scales, as
             ``polyamp.wrap_optimizer([first, second], policy)`` returns them. Their settings are used.
         process_group: see `LossScaledOptimizer`.
 
     Raises:
-        InvalidTypeError: ``loss_scale`` is not a `LossScale`, or an optimizer is not wrapped.
-        InvalidValueError: a setting that `LossScale` refuses, or both a policy and a loss scale.
+        InvalidTypeError: ``loss_scale`` is not a loss scale, or an optimizer is not wrapped.
+        InvalidValueError: a setting that `LossScale` refuses.
         UsageError: the optimizers do not share their loss scales.
     """
 
@@ -104,25 +101,21 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         *,
         loss_scale: LossScale | None = None,
-        policy: Policy | str | None = None,
         optimizers: LossScaledOptimizer | Iterable[LossScaledOptimizer] | None = None,
         process_group: Any = None,
     ) -> None:
         super().__init__("cpu", enabled=False)  # none of torch's own state is used
-        self._wrapped: Sequence[LossScaledOptimizer] = () if optimizers is None else _checked(optimizers)
-        self._enabled = enabled
-        if self._wrapped:
-            self._own = self._wrapped[0].scaler
-        else:
-            settings = _given(loss_scale, policy)
-            if settings is None:
-                settings = LossScale.like("torch", min=min(LossScale().min, init_scale), max=max(2.0**24, init_scale),
-                                          init=init_scale, growth=growth_factor, backoff=backoff_factor,
-                                          interval=growth_interval)  # fmt: skip
-            elif policy is not None:
-                self._enabled = enabled and settings.check and LossScaler(settings).multiplies
-            self._own = LossScaler(settings)
         check_process_group(process_group)
+        self._wrapped: Sequence[LossScaledOptimizer] = () if optimizers is None else _checked(optimizers)
+        if not enabled:
+            settings = LossScale.none()
+        elif loss_scale is None:
+            settings = LossScale.like("torch", min=min(LossScale().min, init_scale), max=max(2.0**24, init_scale),
+                                      init=init_scale, growth=growth_factor, backoff=backoff_factor,
+                                      interval=growth_interval)  # fmt: skip
+        else:
+            settings = LossScale.of(loss_scale, where="GradScaler(loss_scale=)")
+        self._own = LossScaler(settings)
         self._last_step = StepResult(self._own.state)
         self._start(process_group)
 
@@ -131,7 +124,7 @@ class GradScaler(torch.amp.GradScaler):
         self._explain: Callable[[], str] = str
         self._seen: dict[int, _Seen] = {}  # since the last `update`, by the optimizer's id
         self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Stepper] = weakref.WeakKeyDictionary()
-        if self._enabled and not self._wrapped:
+        if self._own.settings.check and not self._wrapped:
             _ALIVE.add(self)
             ask_before_clipping("scalers", _report_clipping)
             weakref.finalize(self, leave_clipping, "scalers").atexit = False
@@ -157,7 +150,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def is_enabled(self) -> bool:
         """Return whether losses are multiplied."""
-        return self._scaler.multiplies if self.optimizers else self._enabled
+        return self._scaler.multiplies
 
     def scale(self, outputs: Any) -> Any:
         """Return the outputs times the scale, as torch does; 16-bit tensors in float32. A non-finite one skips a step.
@@ -169,15 +162,11 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self.optimizers:
             return self.optimizers[0].scale(outputs)
-        if not self._enabled:
-            return outputs
         if not isinstance(outputs, Tensor | list | tuple) and isinstance(outputs, Iterable):
             outputs = list(outputs)
-        return (
-            self._scaler.scale(outputs, process_group=self._process_group, stacklevel=5)
-            if [*leaves(outputs)]
-            else outputs
-        )
+        if not self.config.check or not [*leaves(outputs)]:
+            return outputs
+        return self._scaler.scale(outputs, process_group=self._process_group, stacklevel=5)
 
     @not_traced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -187,18 +176,16 @@ class GradScaler(torch.amp.GradScaler):
             UsageError: they are unscaled already, or stepped on.
         """
         if self.optimizers:
-            return self._own_optimizer(optimizer, "scaler.unscale_(optimizer)").unscale_()
-        if not self._enabled:
-            return None
-        if id(optimizer) in self._seen:
+            self._own_optimizer(optimizer, "scaler.unscale_(optimizer)").unscale_()
+        elif id(optimizer) in self._seen:
             raise UsageError(
                 "unscale_() was called for this optimizer already since the last update(), or its step() was",
                 where="GradScaler.unscale_(optimizer)",
                 found=shown(optimizer),
                 fix="call it once, after the last backward() and before step(); call update() after the steps",
             )
-        self._look(optimizer)
-        return None
+        elif self.config.check:
+            self._look(optimizer)
 
     @not_traced
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -212,11 +199,20 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self.optimizers:
             return self._own_optimizer(optimizer, "scaler.step(optimizer)").step(*args, **kwargs)
-        if not self._enabled:
+        if not self.config.check:
             return optimizer.step(*args, **kwargs)
         update_begins(scale=self.get_scale)
-        _refuse(optimizer, [*args, kwargs.get("closure")])
-        self._scaler.report_earlier_step(self._explain, process_group=self._process_group)
+        closure = next(filter(callable, [*args, kwargs.get("closure")]), None)
+        if closure is not None:
+            raise UsageError(
+                "Closure use is not currently supported if GradScaler is enabled: its loss would not be scaled",
+                where="GradScaler.step(optimizer, closure)",
+                found=repr(closure),
+                fix="wrap the optimizer instead: polyamp.wrap_optimizer(optimizer).step(closure), where the closure "
+                "calls its backward(loss)",
+            )
+        scaler = self._scaler
+        scaler.report_earlier_step(self._explain, process_group=self._process_group)
         seen = self._seen.get(id(optimizer)) or self._look(optimizer)
         if seen.finite is not None:
             raise UsageError(
@@ -226,7 +222,8 @@ class GradScaler(torch.amp.GradScaler):
             )
         stepper = self._steppers.setdefault(optimizer, Stepper(optimizer, None))
         result, seen.finite = stepper.step(seen.bad, Gradients(optimizer.param_groups))
-        self._last_step = StepResult(self._scaler.state, seen.finite, self._explanation(seen))
+        self._explain = partial(_reason, weakref.ref(optimizer), scaler.loss_was_finite, seen.overflowed)
+        self._last_step = StepResult(scaler.state, seen.finite, self._explain)
         return result
 
     @not_traced
@@ -234,33 +231,32 @@ class GradScaler(torch.amp.GradScaler):
         """Update the scale by `polyamp.advance`, or set it.
 
         Raises:
+            InvalidValueError: ``new_scale`` is outside the limits of the settings.
             LossScaleError: by ``max_skips`` or ``on_min``; on an accelerator a later `step` raises it.
             UsageError: nothing was unscaled or stepped on since the last call.
         """
-        if self.optimizers and new_scale is not None:
-            self.loss_scale = float(new_scale)
-        if self.optimizers or not self._enabled:
+        if not self.config.check or (self.optimizers and new_scale is None):
             return
         seen, self._seen = list(self._seen.values()), {}
         if new_scale is not None:
-            self._resume_at(float(new_scale), where="GradScaler.update(new_scale)")
-        elif not seen:
+            self._scaler.set(float(new_scale), where="GradScaler.update(new_scale)")
+            return
+        if not seen:
             raise UsageError(
                 "no gradients were tested since the last update()",
                 where="GradScaler.update()",
                 fix="call scaler.step(optimizer) before it",
             )
-        else:
-            bad = torch.stack([one.bad.to(seen[0].bad.device) for one in seen]).amax()
-            on_host_already = bad.device.type == "cpu" or all(isinstance(one.finite, bool) for one in seen)
-            finite: bool | Tensor = not bad if on_host_already else bad == 0
-            self._scaler.advance(finite)
-            self._last_step = StepResult(self._scaler.state, finite, self._explain)
-            self._scaler.report_step(self._explain)
+        bad = torch.stack([one.bad.to(seen[0].bad.device) for one in seen]).amax()
+        on_host_already = bad.device.type == "cpu" or all(isinstance(one.finite, bool) for one in seen)
+        finite: bool | Tensor = not bad if on_host_already else bad == 0
+        self._scaler.advance(finite)
+        self._last_step = StepResult(self._scaler.state, finite, self._explain)
+        self._scaler.report_step(self._explain)
 
     def get_scale(self) -> float:
         """Return the scale that the next loss is multiplied by. Waits for the device if the scale is on one."""
-        return float(self._scaler.state.scale) if self.optimizers or self._enabled else 1.0
+        return float(self._scaler.state.scale)
 
     def _get_growth_tracker(self) -> int:
         return int(self._scaler.state.good_steps)
@@ -272,71 +268,52 @@ class GradScaler(torch.amp.GradScaler):
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
-        checked = checked_scale(self.config, scale, where="scaler.loss_scale = scale")
-        self.resume(on_host(self._scaler.state)._replace(scale=checked))
+        self._scaler.set(scale, where="scaler.loss_scale = scale")
 
     def settings_and_state(self) -> tuple[LossScale, LossScaleState]:
         """Return the settings, and the state as Python numbers. Waits for the device if the state is on one."""
-        if not self.optimizers and not self._enabled:
-            return LossScale.none(), LossScale.none().initial_state()
         return self.config, on_host(self._scaler.state)
 
     def resume(self, state: LossScaleState) -> None:
         """Resume from a state of Python numbers."""
-        if self.optimizers or self._enabled:
-            self._scaler.resume(state)
+        self._scaler.resume(state)
 
     def overflowed(self, optimizer: torch.optim.Optimizer) -> list[Overflow]:
         """Return the parameters of an optimizer whose gradients hold inf or NaN now, by name. Waits for the device."""
         return named(find(optimizer.param_groups), names_of(optimizer.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five keys, and ``counts`` if its settings need them; with wrapped optimizers, all fields."""
+        """Return torch's five keys, and all fields as ``polyamp`` if its settings need them; all with wrapped ones."""
         settings, state = self.settings_and_state()
+        ours = settings.to_state_dict(state)
         if self.optimizers:
-            return settings.to_state_dict(state)
-        if not self._enabled:
-            return {}
-        saved = {
-            "scale": state.scale,
-            "growth_factor": settings.growth,
-            "backoff_factor": settings.backoff,
-            "growth_interval": settings.interval,
-            "_growth_tracker": state.good_steps,
-        }
-        return {**saved, "counts": list(state[2:])} if settings.hysteresis > 1 or settings.max_skips else saved
+            return ours
+        saved = write(vars(settings), state._asdict(), "torch")
+        return saved | {"polyamp": ours} if saved and (settings.hysteresis > 1 or settings.max_skips) else saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from a result of `state_dict`, or from that of torch's own scaler.
+        """Resume from a result of `state_dict`, or from that of torch's own scaler. A disabled scaler stays as it is.
 
         Raises:
-            InvalidValueError: a scale of 0, inf or NaN, which torch's own scaler can reach.
-            StateError: with wrapped optimizers, it is not a state of a loss scale. An empty one changes nothing.
-            UsageError: an empty state, which a disabled scaler saved.
+            StateError: it is not a state of a loss scale, or its scale is outside the limits of the settings: 0, inf
+                and NaN, which torch's own scaler can reach, always are.
+            UsageError: an empty state, which a disabled scaler saved. With wrapped optimizers it changes nothing.
         """
-        if self.optimizers:
-            if state_dict:
-                self._scaler.resume(self.config.from_state_dict(state_dict))
-            return
-        if not self._enabled:
-            return
-        if not state_dict:
+        if not state_dict and not self.optimizers and self.is_enabled():
             raise UsageError(
                 "the saved state is empty: it may be that of a disabled scaler",
                 where="GradScaler.load_state_dict(saved)",
                 fix="leave the loading out, or load a result of state_dict() of an enabled scaler",
             )
-        settings = replace(
-            self.config,
-            growth=state_dict["growth_factor"],
-            backoff=state_dict["backoff_factor"],
-            interval=state_dict["growth_interval"],
-        )
-        counts, initial = tuple(state_dict.get("counts", ())), settings.initial_state()[2:]
-        self._resume_at(state_dict["scale"], where="GradScaler.load_state_dict(saved)")
+        if not state_dict or not self.config.check:
+            return
+        settings = self.config
+        if not self.optimizers:
+            options = {"growth": "growth_factor", "backoff": "backoff_factor", "interval": "growth_interval"}
+            settings = replace(settings, **{ours: state_dict[name] for ours, name in options.items()})
+        state = settings.from_state_dict(state_dict.get("polyamp", state_dict))
         self._scaler.settings = settings
-        fields = (on_host(self._scaler.state).scale, state_dict["_growth_tracker"], *counts, *initial[len(counts) :])
-        self._scaler.resume(LossScaleState(*fields))
+        self._scaler.resume(state)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED}
@@ -345,13 +322,6 @@ class GradScaler(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
-
-    def has_scaled_gradients(self, params: set[int]) -> bool:
-        """Return whether gradients of these parameters, by id, are still multiplied, as far as this is known."""
-        # The scaler meets an optimizer at its first step, so nothing is known before.
-        scaled = [one for one in self._steppers if id(one) not in self._seen] if self._scaler.has_losses else ()
-        owned = (param for one in scaled for group in one.param_groups for param in group["params"])
-        return any(param.grad is not None and id(param) in params for param in owned)
 
     def holders(self) -> Iterator[Any]:
         """Yield the objects that hold data about losses and steps, for `recording.reach.keep`."""
@@ -373,33 +343,8 @@ class GradScaler(torch.amp.GradScaler):
                 "master weights: polyamp.wrap_optimizer(optimizer, policy)",
             )
         bad, overflowed = any_rank(gradients.unscale(scaler.inverse(scaler.state.scale)), self._process_group)
-        seen = self._seen[id(optimizer)] = _Seen(optimizer, bad, overflowed)
+        seen = self._seen[id(optimizer)] = _Seen(bad, overflowed)
         return seen
-
-    def _resume_at(self, scale: float, *, where: str) -> None:
-        if not (math.isfinite(scale) and scale > 0):
-            raise InvalidValueError(
-                "the loss scale must be finite and greater than 0",
-                where=where,
-                found=scale,
-                allowed="a finite number greater than 0",
-                fix="give such a number; a saved scale of 0 comes from a run whose gradients were never finite",
-            )
-        self._scaler.resume(on_host(self._scaler.state)._replace(scale=float(scale)))
-
-    def _explanation(self, seen: _Seen) -> Any:
-        """Return a function that tells why an optimizer's step was skipped, from the gradients that it has now."""
-        optimizer, known, overflowed = weakref.ref(seen.optimizer), self._scaler.loss_was_finite, seen.overflowed
-
-        def explain() -> str:
-            alive = optimizer()
-            bad: list[NonFinite] = [] if alive is None else find(alive.param_groups)
-            found = [] if alive is None or not bad else named(bad, names_of(alive.param_groups))
-            finite = None if known is None else bool(known)
-            return describe(found, finite, overflowed) if found or finite is False or overflowed is not None else ""
-
-        self._explain = explain
-        return explain
 
     def _own_optimizer(self, optimizer: torch.optim.Optimizer, where: str) -> LossScaledOptimizer:
         for one in self.optimizers:
@@ -420,15 +365,29 @@ _ALIVE: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # all enabled scalers o
 
 def _report_clipping(given: list[Tensor], limit: float, *, measured: bool) -> list[Tensor]:
     """Warn once if gradients are clipped that a scaler has not unscaled; torch's scaler allows it."""
-    if not math.isinf(limit) and _ALIVE and not is_recorded():
-        clipped = {id(param) for param in given}
-        if any(scaler.has_scaled_gradients(clipped) for scaler in tuple(_ALIVE)):
+    graded = set() if math.isinf(limit) or is_recorded() else {id(one) for one in given if one.grad is not None}
+    for scaler in tuple(_ALIVE) if graded else ():
+        # A scaler meets an optimizer at its first step, so nothing is known before.
+        known = [one for one in scaler._steppers if id(one) not in scaler._seen] if scaler._scaler.has_losses else []
+        if any(id(param) in graded for one in known for group in one.param_groups for param in group["params"]):
             warn_once(
                 "gradients are clipped while they are multiplied by the loss scale, which makes them far too small: "
                 "call scaler.unscale_(optimizer) before clipping.",
                 stacklevel=4,
             )
     return given
+
+
+def _reason(
+    optimizer: weakref.ref[torch.optim.Optimizer], loss_was_finite: bool | Tensor | None, overflowed: Overflowed | None
+) -> str:
+    """Explain a skipped step from the gradients that its optimizer has now."""
+    alive = optimizer()
+    bad = [] if alive is None else find(alive.param_groups)
+    finite = None if loss_was_finite is None else bool(loss_was_finite)
+    if alive is None or not (bad or finite is False or overflowed is not None):
+        return ""
+    return describe(named(bad, names_of(alive.param_groups)) if bad else [], finite, overflowed)
 
 
 def _checked(optimizers: LossScaledOptimizer | Iterable[LossScaledOptimizer]) -> Sequence[LossScaledOptimizer]:
@@ -452,33 +411,3 @@ def different_loss_scales(*, where: str, fix: str) -> UsageError:
         allowed="optimizers that share a loss scale",
         fix=fix,
     )
-
-
-def _given(loss_scale: object, policy: Policy | str | None) -> LossScale | None:
-    """Return the settings that a policy or a loss scale stands for; None for torch's numbers."""
-    if loss_scale is not None and policy is not None:
-        raise InvalidValueError(
-            "a policy and a loss scale were given",
-            where="GradScaler(policy=, loss_scale=)",
-            found=f"{policy} and {loss_scale}",
-            allowed="one of them: a policy has its own loss scale",
-            fix="leave policy= out, or give polyamp.policy(name, loss_scale=...)",
-        )
-    if not isinstance(loss_scale, LossScale | None):
-        fix = "write LossScale(...), or give init_scale= and the other numbers"
-        raise not_a(LossScale, loss_scale, where="GradScaler(loss_scale=)", fix=fix)
-    return loss_scale if policy is None else make_policy(policy).loss_scale
-
-
-def _refuse(optimizer: torch.optim.Optimizer, arguments: list[Any]) -> None:
-    if isinstance(optimizer, LossScaledOptimizer):
-        raise scaled_twice(optimizer.inner)
-    closure = next((argument for argument in arguments if callable(argument)), None)
-    if closure is not None:
-        raise UsageError(
-            "Closure use is not currently supported if GradScaler is enabled: its loss would not be scaled",
-            where="GradScaler.step(optimizer, closure)",
-            found=repr(closure),
-            fix="wrap the optimizer instead: polyamp.wrap_optimizer(optimizer).step(closure), where the closure calls "
-            "its backward(loss)",
-        )

@@ -193,7 +193,9 @@ _STEPS = 2  # the first one can be a warm-up
 
 
 def _casts(loss: Tensor) -> bool:
-    """Return whether a loss's graph has a cast, or code that does not show what is in it."""
+    """Return whether a loss has 16 bits, or its graph has a cast, or code that does not show what is in it."""
+    if loss.dtype in SIXTEEN_BIT:
+        return True
     waiting, seen = [loss.grad_fn], set[Any]()
     while waiting and len(seen) < 20_000:
         node = waiting.pop()

@@ -18,11 +18,9 @@ All optimizers of a trainer share one loss scale. It is saved with their states,
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -355,8 +353,7 @@ def _unscale(optimizer: LossScaledOptimizer) -> None:
         optimizer.unscale_()
 
 
-@functools.cache
-@contextlib.contextmanager
+@contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

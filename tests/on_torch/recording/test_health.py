@@ -64,12 +64,6 @@ def test_a_saved_scaler_goes_on_counting_where_torch_keeps_no_more_than_it_does(
     assert plain.state_dict().keys() == native.state_dict().keys()
 
 
-def test_counts_of_an_earlier_version_are_taken() -> None:
-    scaler = GradScaler("cpu", loss_scale=LossScale(hysteresis=2))
-    scaler.load_state_dict(scaler.state_dict() | {"counts": [1, 0, 7]})
-    assert (health(scaler).skipped, health(scaler).steps, health(scaler).counters.overflow_scale) == (7, 0, 0.0)
-
-
 def test_a_scaler_that_is_switched_off_has_no_scale() -> None:
     assert health(GradScaler("cpu", enabled=False)).settings == LossScale.none()
 

@@ -113,16 +113,6 @@ def test_a_first_step_that_is_skipped_brings_no_scheduler_warning(way: str, sche
     assert plain.param_groups[0]["lr"] == 0.025
 
 
-def test_a_scaler_takes_its_loss_scale_from_a_policy() -> None:
-    settings = polyamp.LossScale(init=8.0, hysteresis=2)
-    scaler = GradScaler("cpu", policy=polyamp.policy("mixed_float16", loss_scale=settings))
-    assert scaler.config.hysteresis == 2
-    assert scaler.get_scale() == 8.0
-    assert not GradScaler("cpu", policy="mixed_bfloat16").is_enabled()
-    with pytest.raises(polyamp.errors.InvalidValueError, match="a policy and a loss scale were given"):
-        GradScaler("cpu", policy="mixed_float16", loss_scale=settings)
-
-
 def test_a_scaler_that_has_no_masters_says_which_parameter_needs_one() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1).half())
     plain, scaler = sgd(model.parameters()), GradScaler("cpu")

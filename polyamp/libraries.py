@@ -297,6 +297,8 @@ def apex_losses(saved: Any) -> dict[int, Fields]:
 def _values(settings: Fields, initial: Fields, saved: Any) -> dict[str, Any]:
     """Return the state's fields under our names, not yet checked. Fields that are not saved are as at the start."""
     if _is_ours(saved):
+        if saved.get("version", 1) != 1:
+            raise _bad_state("a state of another version", f"version {shown(saved['version'])}", "version 1")
         if "scale" not in saved:
             raise _bad_state("incomplete state", f"no scale, but {', '.join(map(str, saved))}", "at least a scale")
         return {**initial, **{name: saved[name] for name in initial if name in saved}}
@@ -382,8 +384,10 @@ def _check(settings: Fields, state: Fields) -> None:
         if name == "overflow_scale":
             if not (math.isfinite(value) and value >= 0):
                 raise _bad_state(f"the saved {name} is not a loss scale", value, "a finite number")
-        elif name != "scale" and not -1 <= value <= LARGEST_COUNT:
-            raise _bad_state(f"the saved {name} is not a count of steps", value, "between -1 and 2**31 - 1")
+        elif name != "scale":
+            least = -1 if name in ("good_steps", "hysteresis") else 0
+            if not least <= value <= LARGEST_COUNT:
+                raise _bad_state(f"the saved {name} is not a count of steps", value, f"between {least} and 2**31 - 1")
     least, scale, most = in_single(settings["min"]), in_single(state["scale"]), in_single(settings["max"])
     if not (math.isfinite(state["scale"]) and least <= scale <= most):
         allowed = f"between {settings['min']:g} and {settings['max']:g}"
@@ -393,6 +397,8 @@ def _check(settings: Fields, state: Fields) -> None:
 def _number(value: Any, kind: Callable[[Any], Any]) -> Any:
     """Return a scalar of any library as a Python number. Float counters (DeepSpeed's tensors) must be whole."""
     try:
+        if isinstance(value, bool):
+            raise TypeError(value)
         if kind is float and not isinstance(value, str):
             return float(value)
         is_float = isinstance(value, float) or "float" in str(getattr(value, "dtype", ""))
@@ -402,7 +408,7 @@ def _number(value: Any, kind: Callable[[Any], Any]) -> Any:
         return int(whole)
     except (TypeError, ValueError, OverflowError) as error:
         allowed = "numbers for scale and overflow_scale, and integers"
-        raise _bad_state("state of the wrong types", repr(value)[:200], allowed) from error
+        raise _bad_state("state of the wrong types", shown(value), allowed) from error
 
 
 def _no_state(found: str) -> StateError:

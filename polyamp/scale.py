@@ -445,35 +445,52 @@ def advance(
         where: the framework's three-argument select, such as ``torch.where``.
 
     Returns:
-        The new state; each field keeps its type.
+        The new state; each field keeps its type. A scale outside the limits starts again at ``init``, and counters stay
+        at 2**31 - 1.
     """
     if not config.check:
         return state
-    if where is _choose and finite is True:  # the common case on the host: only counts change
+    is_whole = where is _choose and config.min <= state.scale <= config.max and state.steps < LARGEST_COUNT
+    if is_whole and finite is True:  # the common case on the host: only counts change
         good, hysteresis = state.good_steps + 1, config.hysteresis if config.consecutive else state.hysteresis
         if good < config.interval and hysteresis > 0:
             return state._replace(good_steps=good, hysteresis=hysteresis, skipped_in_a_row=0, steps=state.steps + 1)
-    good = where(finite, state.good_steps + 1, config._restart)
+
+    def more(count: Any) -> Any:
+        return where(count < LARGEST_COUNT, count + 1, count)
+
+    # A file or the user's code can have left any scale; comparisons with NaN are false.
+    scale = where((state.scale >= config.min) & (state.scale <= config.max), state.scale, config.init)
+    good = where(finite, more(state.good_steps), config._restart)
     grow = good >= config.interval  # never true after an overflow: _restart <= 0 < interval
     refilled = where(finite, config.hysteresis if config.consecutive else state.hysteresis, state.hysteresis - 1)
     spent, spent_at_min = where(refilled > 0, refilled, 0), where(refilled > 0, refilled, -1)
-    hysteresis = where(grow, config.hysteresis, where(state.scale > config.min, spent, spent_at_min))
-    grown, reduced = in_single(state.scale * config.growth), in_single(state.scale * config.backoff)
+    hysteresis = where(grow, config.hysteresis, where(scale > config.min, spent, spent_at_min))
+    grown, reduced = in_single(scale * config.growth), in_single(scale * config.backoff)
     grown = where(grown > config.max, config.max, grown)
     reduced = where(reduced < config.min, config.min, reduced)
-    rose, steps = grow & (grown > state.scale), state.steps + 1  # the scale cannot rise above its maximum
+    rose, steps = grow & (grown > scale), more(state.steps)  # the scale cannot rise above its maximum
     return LossScaleState(
-        scale=where(finite, where(grow, grown, state.scale), where(hysteresis > 0, state.scale, reduced)),
+        scale=where(finite, where(grow, grown, scale), where(hysteresis > 0, scale, reduced)),
         good_steps=where(grow, -1 if config.late_growth == "always" else 0, good),
         hysteresis=hysteresis,
-        skipped_in_a_row=where(finite, 0, state.skipped_in_a_row + 1),
-        skipped=where(finite, state.skipped, state.skipped + 1),
+        skipped_in_a_row=where(finite, 0, more(state.skipped_in_a_row)),
+        skipped=where(finite, state.skipped, more(state.skipped)),
         steps=steps,
-        growths=where(rose, state.growths + 1, state.growths),
-        calibrating=where(finite | (state.growths > 0), state.calibrating, state.calibrating + 1),
+        growths=where(rose, more(state.growths), state.growths),
+        calibrating=where(finite | (state.growths > 0), state.calibrating, more(state.calibrating)),
         grown_at=where(rose, steps, state.grown_at),
-        overflow_scale=where(finite, state.overflow_scale, state.scale),
+        overflow_scale=where(finite, state.overflow_scale, scale),
     )
+
+
+def can_divide(scale: Any) -> Any:
+    """Return whether gradients can be unscaled by a scale: scalar boolean. A step with any other scale is skipped.
+
+    >>> [can_divide(scale) for scale in (1.0, 0.0, -8.0, math.inf, math.nan)]
+    [True, False, False, False, False]
+    """
+    return (scale > 0) & (scale < math.inf)
 
 
 def on_host(state: LossScaleState) -> LossScaleState:

@@ -20,11 +20,11 @@ SHRINK = 2.0**-90
 """Brings every float32 number below 2**38, so that sums of squares are finite."""
 
 
-def all_finite(tree: Any) -> jax.Array:
-    """Return whether all arrays of a pytree are finite; bool[]."""
+def all_finite(tree: Any, also: Any = True) -> jax.Array:
+    """Return whether all arrays of a pytree are finite, and another flag is true; bool[]."""
     # It does not use the largest absolute value: XLA's maximum on CPUs can lose a NaN among many elements.
     flags = (jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
-    return computed_once(functools.reduce(jnp.logical_and, flags, jnp.array(True)))
+    return computed_once(functools.reduce(jnp.logical_and, flags, jnp.asarray(also)))
 
 
 def computed_once(flag: jax.Array) -> jax.Array:
@@ -37,7 +37,7 @@ def computed_once(flag: jax.Array) -> jax.Array:
 def unscaled(grads: Any, scale: jax.Array) -> Any:
     """Return gradients divided by the loss scale, in float32 or wider."""
     # In two factors: XLA divides by multiplying with the reciprocal, which it flushes to zero for a scale over 2**126.
-    first = jnp.where(scale > 1, 0.25, 1.0).astype(scale.dtype)
+    first = jnp.where(scale > 1, jnp.float32(0.25), jnp.float32(1))
     second = 1 / (scale * first)
     return jax.tree.map(lambda grad: grad * first * second, widened(grads))
 

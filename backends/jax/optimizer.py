@@ -22,7 +22,7 @@ from polyamp.backends.jax.gradients import apply_updates
 from polyamp.backends.jax.state import LossScaleOptState, holds_state, initial_scalars
 from polyamp.errors import InvalidValueError, StateError, UsageError, wrapped_already
 from polyamp.policies import Policy
-from polyamp.scale import LossScale, advance, on_host, report_limits
+from polyamp.scale import LossScale, advance, can_divide, on_host, report_limits
 
 Skip = Literal["auto", "cond", "select"]
 
@@ -206,7 +206,7 @@ class Step:
         def skipped() -> tuple[Any, Any, Any]:
             return unmoved(), state.inner_state, state.master_weights
 
-        finite = self._finite(grads)
+        finite = self._finite(grads, state)
         with _naming_trees(grads, params):
             result, *memory = self._choose(finite, taken, skipped)
         scalars = advance(self.settings, state.scalars, finite, where=jnp.where)
@@ -214,10 +214,10 @@ class Step:
             report_limits(self.settings, on_host(scalars))
         return result, self.state_type(*scalars, *memory)
 
-    def _finite(self, grads: Any) -> Any:
+    def _finite(self, grads: Any, state: LossScaleOptState) -> Any:
         if not self.settings.check:
             return True
-        finite = gradients.all_finite(grads)
+        finite = gradients.all_finite(grads, can_divide(state.loss_scale))
         if self.axis_name is None:
             return finite
         return jax.lax.pmin(finite.astype(jnp.int32), self.axis_name) == 1  # type: ignore[no-untyped-call]

@@ -181,7 +181,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.scaler.settings.check or all(grad is None for grad in grads):
             return grads
         with update_scope():
-            plain, finite = self.scaler.unscale(grads), all_finite(grads)
+            plain, finite = self.scaler.unscale(grads), ops.logical_and(all_finite(grads), self.scaler.can_divide)
         self._unscaled.remember(grads, plain, finite)
         return plain
 
@@ -318,9 +318,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.scaler.settings.check or all(grad is None for grad in grads):
             self._update(prepared, variables)
             return
-        finite = all_finite(grads)
-        if was_finite is not None:
-            finite = ops.logical_and(finite, was_finite)
+        finite = ops.logical_and(all_finite(grads), self.scaler.can_divide if was_finite is None else was_finite)
         finite = in_all_replicas(finite)
         inner = self.inner_optimizer
         touched = {id(one): one for one in (*built_on(self), *built_on(inner), *inner.variables)}

@@ -17,7 +17,7 @@ from polyamp.backends.keras.native import platform_of, value_of, widened
 from polyamp.backends.keras.unstable import layout_of
 from polyamp.errors import NONFINITE_LOSS, InvalidValueError, no_loss
 from polyamp.policies import report_missing_scale
-from polyamp.scale import LossScale, LossScaleState, advance, on_host, report_limits, report_nonfinite_loss
+from polyamp.scale import LossScale, LossScaleState, advance, can_divide, on_host, report_limits, report_nonfinite_loss
 
 _UNKNOWN = LossScaleState(*[None] * len(LossScaleState._fields))
 _NAMES = ("dynamic_scale", "step_counter", *LossScaleState._fields[2:])  # Keras' class has variables with the first two
@@ -82,6 +82,11 @@ class LossScaler:
         # The inverse can be a subnormal number, which XLA and TensorFlow flush to zero.
         first = ops.where(scale > 1.0, ops.full_like(scale, 0.25), ops.ones_like(scale))
         return multiplied(multiplied(grads, first), 1.0 / (scale * first))
+
+    @property
+    def can_divide(self) -> Any:
+        """Whether gradients can be unscaled; scalar bool."""
+        return can_divide(value_of(self.variables.scale))
 
     def advance(self, finite: Any) -> None:
         """Advance the state after a step. On the CPU, outside traced functions, also report the limits."""

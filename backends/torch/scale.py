@@ -61,7 +61,7 @@ class LossScaler:
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         LossScaler.__init__(self, saved["settings"], saved["compute"])
-        self.resume(saved["state"])
+        self.resume(self.settings.from_state_dict(saved["state"]._asdict()))
 
     @property
     def multiplies(self) -> bool:

@@ -221,7 +221,8 @@ def test_presets_say_where_they_come_from(name: str) -> None:
     st.builds(
         LossScaleState,
         st.floats(LossScale().min, LossScale().max),
-        *[st.integers(-1, 2**31 - 1)] * 8,
+        *[st.integers(-1, 2**31 - 1)] * 2,
+        *[st.integers(1, 2**31 - 1)] * 6,  # with zeros it can be a state without scaling
         st.floats(0, LossScale().max),
     )
 )
@@ -254,6 +255,9 @@ GOOD = LossScale().to_state_dict(LossScale().initial_state())
         (GOOD | {"steps": 1.5}, "wrong types"),
         (GOOD | {"overflow_scale": "large"}, "wrong types"),
         (GOOD | {"scale": "large"}, "wrong types"),
+        (GOOD | {"scale": True}, "wrong types"),
+        (GOOD | {"skipped": -1}, "not a count"),
+        (GOOD | {"version": 2}, "another version"),
         *((GOOD | {"scale": scale}, "outside") for scale in (math.nan, math.inf, 0.0, -1.0, 2.0**-15, 2.0**25)),
     ],
     ids=str,

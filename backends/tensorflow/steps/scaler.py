@@ -37,7 +37,16 @@ from polyamp.errors import (
 )
 from polyamp.policies import Policy, report_missing_scale
 from polyamp.policies import policy as make_policy
-from polyamp.scale import LossScale, LossScaleState, StepResult, advance, on_host, report_limits, report_nonfinite_loss
+from polyamp.scale import (
+    LossScale,
+    LossScaleState,
+    StepResult,
+    advance,
+    can_divide,
+    on_host,
+    report_limits,
+    report_nonfinite_loss,
+)
 
 _SCALING_ALREADY = {"LossScaleOptimizer", "LossScaledOptimizer", "MixedPrecisionLossScaleOptimizer"}
 
@@ -133,7 +142,8 @@ class LossScaler(tf.Module):
             return list(grads), tf.constant(True)
         with update_scope():
             scale = tf.convert_to_tensor(self.scalars[0])
-            return unscaled(grads, scale, self.settings.max), decision(all_replicas(all_finite(grads)))
+            finite = tf.logical_and(all_finite(grads), can_divide(scale))
+            return unscaled(grads, scale, self.settings.max), decision(all_replicas(finite))
 
     def step(
         self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, unscaled: Any = None, **options: Any

@@ -101,9 +101,14 @@ POLYAMP_EVERYWHERE float factor_of(float scale, const double* stats, double max_
   return static_cast<float>(static_cast<double>(inverse) * (clip > 1 ? 1 : clip));  // NaN stays NaN
 }
 
+POLYAMP_EVERYWHERE void count(int32_t& counter, bool more) {
+  if (more && counter < INT32_MAX) counter += 1;
+}
+
 // polyamp.scale.advance, in place.
 POLYAMP_EVERYWHERE void advance(State& state, bool finite, const Settings& config) {
-  const int32_t good = finite ? state.good_steps + 1 : config.restart;
+  count(state.good_steps, finite);
+  const int32_t good = finite ? state.good_steps : config.restart;
   const bool grow = good >= config.interval;  // never after an overflow: restart <= 0 < interval
   const int32_t tolerated = config.consecutive ? config.hysteresis : state.hysteresis;
   const int32_t refilled = finite ? tolerated : state.hysteresis - 1;
@@ -112,17 +117,18 @@ POLYAMP_EVERYWHERE void advance(State& state, bool finite, const Settings& confi
   const float grown = fminf(state.scale * config.growth, config.max);
   const float reduced = fmaxf(state.scale * config.backoff, config.min);
   const bool rose = grow && grown > state.scale;
-  state.steps += 1;
-  state.calibrating += !finite && state.growths <= 0;
-  state.growths += rose;
+  count(state.steps, true);
+  count(state.calibrating, !finite && state.growths <= 0);
+  count(state.growths, rose);
   if (rose) state.grown_at = state.steps;
   if (!finite) state.overflow_scale = state.scale;
   if (grow) state.scale = grown;
   if (!finite && hysteresis <= 0) state.scale = reduced;
   state.good_steps = grow ? config.after_growth : good;
   state.hysteresis = hysteresis;
-  state.skipped_in_a_row = finite ? 0 : state.skipped_in_a_row + 1;
-  state.skipped += !finite;
+  if (finite) state.skipped_in_a_row = 0;
+  count(state.skipped_in_a_row, !finite);
+  count(state.skipped, !finite);
 }
 
 // The end of a step, by the one remaining thread: advance the loss scale, and report.

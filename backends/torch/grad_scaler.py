@@ -411,3 +411,10 @@ def different_loss_scales(*, where: str, fix: str) -> UsageError:
         allowed="optimizers that share a loss scale",
         fix=fix,
     )
+
+
+def unscale_once(optimizer: LossScaledOptimizer) -> None:
+    """Unscale the gradients of a wrapped optimizer, unless they are unscaled already or no rank can have any."""
+    witness = optimizer.witness
+    if optimizer.may_have_gradients and (witness.has_more or not witness.is_unscaled):
+        optimizer.unscale_()

@@ -183,6 +183,7 @@ def test_batch_norms_take_16_bit_data_beside_float32_parameters() -> None:
     assert {value.dtype for value in model[1].parameters()} == {torch.float32}
 
 
+@pytest.mark.filterwarnings("error::polyamp.errors.PolyampWarning")
 @pytest.mark.parametrize("policy", ["O3", "float16", "bfloat16"])
 def test_a_model_all_in_16_bits_is_not_reported_as_one_in_float32(policy: str) -> None:
     model = polyamp.convert(nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 1)), policy)

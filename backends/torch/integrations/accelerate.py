@@ -17,7 +17,7 @@ accelerate's code sees a scaler too, `SharedScaler`, through which it scales los
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from polyamp import convert, wrap_optimizer
 from polyamp.backends.torch.autocast.context import autocast
-from polyamp.backends.torch.grad_scaler import GradScaler
+from polyamp.backends.torch.grad_scaler import GradScaler, unscale_once
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, kind_of, missing_trainer, wrapped_already
 from polyamp.policies import Policy
@@ -77,11 +77,7 @@ def prepare(
 
 
 class SharedScaler(GradScaler):
-    """The loss scale of all optimizers that an accelerator has prepared, in the form that accelerate's code expects.
-
-    Args:
-        accelerator: the accelerator.
-    """
+    """The loss scale of all optimizers that an accelerator has prepared, in the form that accelerate's code expects."""
 
     def __init__(self, accelerator: Any) -> None:
         super().__init__("cpu", enabled=False)  # the state is the optimizers'
@@ -98,32 +94,17 @@ class SharedScaler(GradScaler):
         Raises:
             UsageError: no optimizer was prepared, and the policy scales losses.
         """
-        if not (self.optimizers or self._accelerator.policy.loss_scale.scales):
-            return outputs
-        return super().scale(outputs)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the loss scale's state as JSON values; empty before an optimizer was prepared."""
-        return super().state_dict() if self.optimizers else {}
-
-    def _lazy_init_scale_growth_tracker(self, device: object) -> None:
-        """Do nothing: the state exists from the start. accelerate calls this before it loads a state for FSDP."""
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resume from a result of `state_dict`; an empty one changes nothing."""
-        if state_dict:
-            super().load_state_dict(state_dict)
-
-    @property
-    def _lead(self) -> LossScaledOptimizer:
-        if not self.optimizers:
+        if self._accelerator.policy.loss_scale.scales and not self.optimizers:
             raise UsageError(
                 "no optimizer was prepared",
-                where="accelerator.scaler",
+                where="accelerator.backward(loss)",
                 allowed="a call after accelerator.prepare(model, optimizer)",
                 fix="prepare the optimizer with the same accelerator first",
             )
-        return self.optimizers[0]
+        return super().scale(outputs)
+
+    def _lazy_init_scale_growth_tracker(self, device: object) -> None:
+        """Do nothing: the state exists from the start. accelerate calls this before it loads a state for FSDP."""
 
 
 class _Optimizer(AcceleratedOptimizer):
@@ -177,20 +158,18 @@ class _UnderPolicy(accelerate.Accelerator):
     def unscale_gradients(self, optimizer: Any = None) -> None:
         chosen = self._optimizers if optimizer is None else optimizer
         for each in chosen if isinstance(chosen, list | tuple) else [chosen]:
-            _unscale(each.optimizer)
+            unscale_once(each.optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        given = _listed(parameters)
-        trained = self._unscaled(given)
-        has_masters = any(one is not other for one, other in zip(given, trained, strict=True))
-        if self.distributed_type.name == "FSDP" and not has_masters:
-            return super().clip_grad_norm_(given, max_norm, norm_type)
-        return nn.utils.clip_grad_norm_(trained, max_norm, norm_type)
+        clipped = self._unscaled(parameters)
+        if self.distributed_type.name == "FSDP" and all(one.masters is None for one in self.scaler.optimizers):
+            return super().clip_grad_norm_(clipped, max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(clipped, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         if self.distributed_type.name == "FSDP":
             super().clip_grad_value_(parameters, clip_value)  # which refuses it
-        nn.utils.clip_grad_value_(self._unscaled(_listed(parameters)), clip_value)
+        nn.utils.clip_grad_value_(self._unscaled(parameters), clip_value)
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
@@ -207,16 +186,14 @@ class _UnderPolicy(accelerate.Accelerator):
                     prepared.optimizer.share_scales(first)
                 prepared.__class__, prepared.scaler = _Optimizer, None
 
-    def _unscaled(self, params: list[Tensor]) -> list[Tensor]:
-        """Unscale the gradients of these parameters; return them with masters in place of 16-bit parameters."""
+    def _unscaled(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+        """Return the parameters, whose gradients are unscaled now. torch's clipping finds their masters itself."""
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = set(map(id, params))
-        master_of: dict[int, Tensor] = {}
         for optimizer in self.scaler.optimizers:
             if not wanted.isdisjoint(map(id, optimizer.model_parameters())):
-                _unscale(optimizer)
-                if (masters := optimizer.masters) is not None:
-                    master_of |= masters.by_parameter()
-        return [master_of.get(id(param), param) for param in params]
+                unscale_once(optimizer)
+        return params
 
 
 def _apply(policy: Policy, model: Any) -> None:
@@ -238,16 +215,6 @@ def _apply(policy: Policy, model: Any) -> None:
         return policy.cast_to_output(outputs)
 
     model.forward = forward if function is own else MethodType(forward, model)
-
-
-def _unscale(optimizer: LossScaledOptimizer) -> None:
-    """Unscale gradients; do nothing if they are unscaled already, or if no rank can have any."""
-    if not optimizer.witness.is_unscaled and optimizer.may_have_gradients:
-        optimizer.unscale_()
-
-
-def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
 
 _OWN_SCALES = ("DEEPSPEED", "MEGATRON_LM", "XLA")  # of these no step passes through an optimizer's own `step`

@@ -30,7 +30,7 @@ from polyamp.backends.torch.autocast.context import autocast_context
 from polyamp.backends.torch.casting import cast_to
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.grad_scaler import different_loss_scales
+from polyamp.backends.torch.grad_scaler import different_loss_scales, unscale_once
 from polyamp.backends.torch.optimizer import ALIVE, LossScaledOptimizer
 from polyamp.backends.torch.verbs import loss_scale_of, wrap_optimizer
 from polyamp.errors import UnsupportedError, UsageError, check_options, missing_trainer, norm_limit
@@ -215,12 +215,12 @@ class MixedPrecision(_Precision, BaseOfTrainer):
 
     def _after_closure(self, model: Any, optimizer: Any) -> None:
         if isinstance(optimizer, LossScaledOptimizer):
-            _unscale(optimizer)
+            unscale_once(optimizer)
         super()._after_closure(model, optimizer)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Unscale if necessary, then clip each element."""
-        _unscale(optimizer)
+        unscale_once(optimizer)
         super().clip_grad_by_value(optimizer, clip_val)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
@@ -335,7 +335,7 @@ class FabricPrecision(_Precision):
 
     def unscale_gradients(self, optimizer: Any) -> None:
         """Unscale if necessary, before Fabric clips."""
-        _unscale(optimizer)
+        unscale_once(optimizer)
 
 
 def _not_wrapped(where: str, found: str | None = None) -> UsageError:
@@ -346,11 +346,6 @@ def _not_wrapped(where: str, found: str | None = None) -> UsageError:
         allowed="an optimizer from FabricPrecision.wrap_optimizer",
         fix="fabric.setup_optimizers(precision.wrap_optimizer(optimizer))",
     )
-
-
-def _unscale(optimizer: LossScaledOptimizer) -> None:
-    if not optimizer.witness.is_unscaled:
-        optimizer.unscale_()
 
 
 @contextmanager

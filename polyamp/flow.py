@@ -130,33 +130,33 @@ NO_FLOATS = "no floating-point input"
 
 # --- values: what is known of each ------------------------------------------------------------------------------------
 
-STATES: dict[str, str] = {
-    "weak": "float32 only because it was declared so: a parameter, a constant",
-    "input": "float32 data of the user's: a mask, labels, targets, positions",
-    "low": "in the compute format",
-    "strong": "float32 because full work made it",
-    "other": "of another type, which the user chose: float64, 16 bits of the user's own, complex",
-}
-
-ROLES: dict[str, str] = {
-    "sum": "a strong value: a sum over axes",
-    "statistic": "a strong value: a mean, or what was computed of statistics alone",
-    "root": "a strong value: the root of a statistic, such as a norm or a standard deviation",
-    "reciprocal root": "a strong value: one over such a root",
-    "normalized": "a low value that is still held in float32, between a norm's mean and the end of its affine part",
-    "saturated": "a low value: a function that comes close to 0 or 1 and stays there, such as a sigmoid, or 1 minus it",
-    "pointwise": "a low value: a cheap function of one low value, such as abs",
-}
+# A value's state:
+#
+# - ``weak``: float32 only because it was declared so: a parameter, a constant
+# - ``input``: float32 data of the user's: a mask, labels, targets, positions
+# - ``low``: in the compute format
+# - ``strong``: float32 because full work made it
+# - ``other``: of another type, which the user chose: float64, 16 bits of the user's own, complex
+#
+# Its role, if it has one:
+#
+# - ``sum``: a strong value: a sum over axes
+# - ``statistic``: a strong value: a mean, or what was computed of statistics alone
+# - ``root``: a strong value: the root of a statistic, such as a norm or a standard deviation
+# - ``reciprocal root``: a strong value: one over such a root
+# - ``normalized``: a low value that is still held in float32, between a norm's mean and the end of its affine part
+# - ``saturated``: a low value: a function that comes close to 0 or 1 and stays there, such as a sigmoid, or 1 minus it
+# - ``pointwise``: a low value: a cheap function of one low value, such as abs
 
 
 class Value(NamedTuple):
     """The facts that the flow rule records about one floating value."""
 
-    state: str = "weak"  # one of `STATES`
+    state: str = "weak"
     # the canonical operation, or the declared type, that the state comes from; empty for a ``weak`` value
     maker: str = ""
     unfit: str = ""  # why the compute format cannot hold the value; empty if it can
-    role: str = ""  # one of `ROLES`, or empty
+    role: str = ""
 
 
 WEAK = Value()
@@ -353,8 +353,8 @@ def _first(inputs: Sequence[Value], *states: str) -> Value | None:
 #
 # A layer norm by hand is ``(x - mean(x)) * rsqrt(variance(x) + eps) * scale + bias``. Its mean and variance are full
 # work. Everything after full work would be float32, and since norms are everywhere, this would be the whole network.
-# But the results of a norm are near one, so 16 bits can hold them. Each value therefore has a role (`ROLES`) that is
-# found step by step:
+# But the results of a norm are near one, so 16 bits can hold them. Each value therefore has a role that is found
+# step by step:
 #
 # ==================================  ======================================
 # ``m = mean(x)``                     ``statistic``

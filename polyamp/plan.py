@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from polyamp.errors import warn_once
@@ -165,6 +166,9 @@ def _row(group: list[PlannedOperation]) -> tuple[str, ...]:
 # --- the decisions that a plan lists ----------------------------------------------------------------------------------
 
 
+_flow, _constant = lru_cache(maxsize=4096)(flow), lru_cache(maxsize=4096)(constant)
+
+
 class Decider:
     """A policy, and its decisions about one graph and the functions that the graph calls."""
 
@@ -175,8 +179,6 @@ class Decider:
         self.lowered = False
         self.not_lowered: dict[str, str] = {}
         self.refused: dict[str, str] = {}
-        self._flows: dict[Any, Flow] = {}
-        self._constants: dict[tuple[float, ...], Value] = {}
 
     def decide(self, operation: str, path: str = "") -> Decision:
         """Return the class of an operation at a path. A policy without rules does not look at the path."""
@@ -187,16 +189,11 @@ class Decider:
 
     def flow(self, operation: str, decision: Decision, inputs: Sequence[Value], *, gradient: bool = False) -> Flow:
         """Apply `polyamp.flow.flow` in the policy's compute format."""
-        key = (operation, decision, tuple(inputs), gradient)
-        if key not in self._flows:
-            self._flows[key] = flow(operation, decision, key[2], self.compute, gradient=gradient)
-        return self._flows[key]
+        return _flow(operation, decision, tuple(inputs), self.compute, gradient=gradient)
 
     def constant(self, *magnitudes: float) -> Value:
         """Return the facts about a constant in the policy's compute format; see `polyamp.flow.constant`."""
-        if magnitudes not in self._constants:
-            self._constants[magnitudes] = constant(magnitudes, self.compute)
-        return self._constants[magnitudes]
+        return _constant(magnitudes, self.compute)
 
     def refuse(self, missing: str, decision: Decision) -> None:
         """Record that no kernel can follow a decision. A decision that did not come from a rule is not recorded."""
@@ -208,16 +205,9 @@ class Decider:
         """The policy's own rules that have matched nothing so far."""
         return unused_in([self])
 
-    def sibling(self) -> Decider:
-        """Return a decider for the same policy that shares the stored answers but keeps a separate record."""
-        # Use it for a function that is decided once and called from several graphs. Each graph then adds the function's
-        # record to its own record with `take_over`.
-        other = Decider(self.policy)
-        other._flows, other._constants = self._flows, self._constants
-        return other
-
     def take_over(self, other: Decider) -> None:
-        """Add the record of another decider. A reason that both have keeps the place in this one."""
+        """Add the record of another decider, of a function that is decided once and called from several graphs."""
+        # A reason that both have keeps the place in this one.
         self.decisions.update(other.decisions)
         self.lowered = self.lowered or other.lowered
         self.not_lowered = other.not_lowered | self.not_lowered

@@ -1,4 +1,4 @@
-"""PyTorch's names for the canonical operations of `polyamp.operations`: aten operators and ``torch.nn`` modules.
+"""PyTorch's names for the canonical operations of `polyamp.operations`: aten operators and modules with weights.
 
 Operators are listed by their base name: every overload of an operator does the same work (``softmax.int`` and
 ``softmax.Dimname``), so overloads share one class. `canonical` accepts any spelling of a name.
@@ -253,10 +253,9 @@ OPERATIONS: dict[str, str] = by_native_name(
 
 MODULES: dict[str, str] = by_native_name(
     {
-        "matmul": "Linear LazyLinear NonDynamicallyQuantizableLinear",
+        "matmul": "Linear",
         "bilinear": "Bilinear",
-        "conv": "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d LazyConv1d LazyConv2d "
-        "LazyConv3d LazyConvTranspose1d LazyConvTranspose2d LazyConvTranspose3d",
+        "conv": "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d",
         "attention": "MultiheadAttention",
         "lstm_cell": "LSTM LSTMCell",
         "gru_cell": "GRU GRUCell",
@@ -269,67 +268,16 @@ MODULES: dict[str, str] = by_native_name(
         "rms_norm": "RMSNorm",
         "instance_norm": "InstanceNorm1d InstanceNorm2d InstanceNorm3d LazyInstanceNorm1d LazyInstanceNorm2d "
         "LazyInstanceNorm3d",
-        "local_response_norm": "LocalResponseNorm CrossMapLRN2d",
+        "local_response_norm": "LocalResponseNorm CrossMapLRN2d",  # no weights, but named like a norm that has them
         "embedding": "Embedding EmbeddingBag",
-        "softmax": "Softmax Softmax2d Softmin",
-        "log_softmax": "LogSoftmax",
-        "cosine_similarity": "CosineSimilarity",
-        "distance": "PairwiseDistance",
         "cross_entropy": "CrossEntropyLoss LinearCrossEntropyLoss",
-        "nll_loss": "NLLLoss NLLLoss2d GaussianNLLLoss",
-        "mse_loss": "MSELoss",
-        "l1_loss": "L1Loss",
-        "huber_loss": "HuberLoss",
-        "smooth_l1_loss": "SmoothL1Loss",
-        "kl_div": "KLDivLoss",
-        "poisson_nll_loss": "PoissonNLLLoss",
+        "nll_loss": "NLLLoss",
         "binary_cross_entropy": "BCELoss",
         "binary_cross_entropy_with_logits": "BCEWithLogitsLoss MultiLabelSoftMarginLoss",
-        "cosine_embedding_loss": "CosineEmbeddingLoss",
-        "hinge_embedding_loss": "HingeEmbeddingLoss",
-        "margin_ranking_loss": "MarginRankingLoss",
         "multi_margin_loss": "MultiMarginLoss",
-        "multilabel_margin_loss": "MultiLabelMarginLoss",
-        "soft_margin_loss": "SoftMarginLoss",
-        "triplet_margin_loss": "TripletMarginLoss TripletMarginWithDistanceLoss",
-        "ctc_loss": "CTCLoss",
-        "softplus": "Softplus",
-        "log_sigmoid": "LogSigmoid",
-        "sigmoid": "Sigmoid",
-        "tanh": "Tanh",
-        "elu": "ELU",
-        "celu": "CELU",
-        "selu": "SELU",
-        "leaky_relu": "LeakyReLU RReLU",
-        "softsign": "Softsign",
-        "gelu": "GELU",
-        "silu": "SiLU",
-        "mish": "Mish",
-        "glu": "GLU",
-        "hard_sigmoid": "Hardsigmoid",
-        "hard_swish": "Hardswish",
-        "soft_shrink": "Softshrink",
-        "hard_shrink": "Hardshrink",
-        "tanh_shrink": "Tanhshrink",
-        "relu": "ReLU ReLU6",
-        "clip": "Hardtanh Threshold",
-        "dropout": "Dropout Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout",
-        "avg_pool": "AvgPool1d AvgPool2d AvgPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d",
-        "norm": "LPPool1d LPPool2d LPPool3d",
-        "max_pool": "MaxPool1d MaxPool2d MaxPool3d AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d "
-        "FractionalMaxPool2d FractionalMaxPool3d",
-        "max_unpool": "MaxUnpool1d MaxUnpool2d MaxUnpool3d",
-        "pad": "ConstantPad1d ConstantPad2d ConstantPad3d ZeroPad1d ZeroPad2d ZeroPad3d CircularPad1d CircularPad2d "
-        "CircularPad3d ReflectionPad1d ReflectionPad2d ReflectionPad3d ReplicationPad1d ReplicationPad2d "
-        "ReplicationPad3d",
-        "interpolate": "Upsample UpsamplingNearest2d UpsamplingBilinear2d",
-        "space_to_depth": "PixelShuffle PixelUnshuffle ChannelShuffle",
-        "unfold": "Unfold",
-        "fold": "Fold",
-        "reshape": "Flatten Unflatten",
-        "identity": "Identity",
     }
 )
+"""Modules with parameters or buffers, whose format `polyamp.convert` decides. Subclasses count as their base."""
 
 
 def canonical(native: str) -> str | None:

@@ -1,9 +1,9 @@
 """Tracks which modules run, by PyTorch's global hooks around every module's forward.
 
 Rules match the path of a module, and a recording names it, but no operation knows the module that called it. While
-`ModuleHooks` are entered, every module's forward calls them; a `Stack` remembers the modules that are running; paths
-are those inside the outermost one. In ``model = Sequential(Linear(2, 2), Sequential(ReLU()))`` the ``ReLU`` runs on the
-stack ``[model, model[1], model[1][0]]`` and has the path ``1.0``.
+`ModuleHooks` are entered, every module's forward calls them, and a list has the modules that are running; paths are
+those inside the outermost one. In ``model = Sequential(Linear(2, 2), Sequential(ReLU()))`` the ``ReLU`` runs while the
+list is ``[model, model[1], model[1][0]]`` and has the path ``1.0``.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from polyamp.backends.torch import unstable
-
-Entry = TypeVar("Entry")
 
 
 class ModuleHooks:
@@ -52,11 +50,6 @@ class ModuleHooks:
             if not self._users:
                 self.remove()
 
-    @property
-    def installed(self) -> bool:
-        """Whether modules call the hooks now."""
-        return bool(self._handles)
-
     def remove(self) -> None:
         """Remove the hooks, whoever still uses them."""
         for handle in self._handles:
@@ -77,33 +70,6 @@ class ModuleHooks:
             weakref.finalize(graph, self.__exit__).atexit = False
 
 
-class Stack(Generic[Entry]):
-    """The running modules, outermost first, each with what its user noted when it began."""
-
-    def __init__(self) -> None:
-        self._running: list[tuple[nn.Module, Entry]] = []
-
-    @property
-    def root(self) -> nn.Module | None:
-        """The outermost module that runs."""
-        return self._running[0][0] if self._running else None
-
-    @property
-    def innermost(self) -> Entry | None:
-        """The note of the innermost module."""
-        return self._running[-1][1] if self._running else None
-
-    def push(self, module: nn.Module, entry: Entry) -> None:
-        """Add a module that begins to run."""
-        self._running.append((module, entry))
-
-    def pop(self, module: nn.Module) -> Entry | None:
-        """Remove a module that has run, and return its note; None if the module began before the hooks did."""
-        if self._running and self._running[-1][0] is module:
-            return self._running.pop()[1]
-        return None
-
-
 def paths_in(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a root with their paths; a module that is used twice comes with each of its paths."""
     for name, module in root.named_modules(remove_duplicate=False):
@@ -116,13 +82,13 @@ class Tracker:
     def __init__(self, on_root: Callable[[nn.Module], None] = lambda _: None) -> None:
         self.roots: list[nn.Module] = []
         self._on_root = on_root
-        self._running = Stack[str]()
+        self._running: list[tuple[nn.Module, str]] = []  # outermost first, each with its path
         self._paths: dict[nn.Module, dict[nn.Module, str]] = {}
 
     @property
     def path(self) -> str:
         """The path of the innermost module, as ``decoder/0``; empty outside modules, and in an outermost one."""
-        return self._running.innermost or ""
+        return self._running[-1][1] if self._running else ""
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -132,13 +98,13 @@ class Tracker:
 
     @unstable.never_compiled
     def _enter(self, module: nn.Module, inputs: Any) -> None:
-        running = self._running.root
-        root = self._root_of(module) if running is None else running
-        self._running.push(module, self._paths_in(root).get(module, ""))
+        root = self._running[0][0] if self._running else self._root_of(module)
+        self._running.append((module, self._paths_in(root).get(module, "")))
 
     @unstable.never_compiled
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._running.pop(module)
+        if self._running and self._running[-1][0] is module:  # else it began before the hooks did
+            self._running.pop()
 
     def _root_of(self, module: nn.Module) -> nn.Module:
         """Return the module itself; but for a checkpointed module that runs again in a backward pass, its root."""

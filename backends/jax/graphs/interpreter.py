@@ -90,7 +90,7 @@ class Interpreter:
     def apart(self) -> Interpreter:
         """Return an interpreter for the same policy that keeps its own record."""
         other = Interpreter(self.policy, parameters=self.parameters)
-        other.decider, other.repeats, other.is_looped = self.decider.sibling(), self.repeats, self.is_looped
+        other.repeats, other.is_looped = self.repeats, self.is_looped
         return other
 
     @contextmanager

@@ -4,42 +4,29 @@ Native autocast has a list of operators per device type (`category`). An operato
 rule asks for something else, and in a few cases without a rule:
 
 >>> lower_softmax = Region(torch.bfloat16, (Rule("softmax", "lower"),))
->>> behaviour("aten::softmax.int", lower_softmax, "cpu") is casts.lower  # the rule
-True
+>>> behaviour("aten::softmax.int", lower_softmax, "cpu")  # the rule
+'lower'
 >>> behaviour("aten::mm", lower_softmax, "cpu") is None  # native autocast does it
 True
->>> behaviour("aten::var", lower_softmax, "cpu") is casts.full  # it squares its inputs, and no list has it
-True
+>>> behaviour("aten::var", lower_softmax, "cpu")  # it squares its inputs, and no list has it
+'full'
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import torch
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast import casts
 from polyamp.backends.torch.autocast.regions import Region
 from polyamp.backends.torch.operations import canonical
 from polyamp.backends.torch.unstable import all_operators, registered_operators
 from polyamp.errors import warn_once
 from polyamp.flow import Rule, decide
 from polyamp.operations import OPERATIONS
-
-Behaviour = Callable[..., casts.Call]
-
-_OF_CLASS: dict[str, Behaviour] = {
-    "lower": casts.lower,
-    "inner": casts.inner,
-    "full": casts.full,
-    "promote": casts.widest,
-    "follow": casts.widest,  # eager code does not know where its inputs came from
-    "neutral": casts.widest,
-    "keep": casts.as_written,
-}
 
 # The native categories that already do what a class asks for; then nothing is overridden.
 _DOES: dict[str, set[str]] = {
@@ -70,8 +57,8 @@ _ONLY_ON_CUDA = {
 }
 
 
-def behaviour(operator: str, region: Region, device_type: str) -> Behaviour | None:
-    """Return the behaviour for an operator in a region; None leaves the operator to native autocast."""
+def behaviour(operator: str, region: Region, device_type: str) -> str | None:
+    """Return the class that an operator gets in a region; None leaves the operator to native autocast."""
     native = category(operator, device_type)
     decision = decide(region.rules, class_name(operator))
     if not decision.is_by_rule:
@@ -82,16 +69,15 @@ def behaviour(operator: str, region: Region, device_type: str) -> Behaviour | No
             f"polyamp knows (torch {TORCH_VERSION}): {decision.reason} has no effect on it. Update polyamp."
         )
         return None
-    return None if native in _DOES[decision.op_class] else _OF_CLASS[decision.op_class]
+    return None if native in _DOES[decision.op_class] else decision.op_class
 
 
-def _without_rule(operator: str, native: str, region: Region, device_type: str) -> Behaviour | None:
+def _without_rule(operator: str, native: str, region: Region, device_type: str) -> str | None:
     if native == "promote":
-        return None if operator in PROMOTING else casts.widest
+        return None if operator in PROMOTING else "promote"
     if class_name(operator) in _FULL_HERE and native == "unlisted":
-        return casts.full
-    on_cuda = _as_on_cuda(operator) if device_type == "cpu" and region.dtype is torch.float16 else None
-    return _OF_CLASS[on_cuda] if on_cuda else None
+        return "full"
+    return _as_on_cuda(operator) if device_type == "cpu" and region.dtype is torch.float16 else None
 
 
 def _as_on_cuda(operator: str) -> str | None:

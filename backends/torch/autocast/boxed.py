@@ -9,31 +9,18 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from enum import IntEnum
 from typing import Any
+
+import torch
 
 from polyamp.backends.torch import extension, unstable
 from polyamp.backends.torch.autocast import regions
-from polyamp.backends.torch.autocast.regions import LIMIT, MARKED, Region, numbered
+from polyamp.backends.torch.autocast.behaviours import behaviour
+from polyamp.backends.torch.autocast.regions import LIMIT, MARKED, numbered
 from polyamp.errors import ExtensionError
 
-
-class Behaviour(IntEnum):
-    """The treatments of an operation's tensors, by their numbers in ``csrc/autocast.cpp``, where 0 is undecided."""
-
-    NATIVE = 1
-    FLOAT16 = 2
-    BFLOAT16 = 3
-    FLOAT32 = 4
-    WIDEST = 5
-    AS_WRITTEN = 6
-    INNER_FLOAT16 = 7
-    INNER_BFLOAT16 = 8
-
-
-Choice = Callable[[Region | None], Behaviour]
-
 _UNKNOWN_REGION = -2
+_NATIVE, _WIDEST = 1, 5  # two of the ``Behaviour`` in ``csrc/autocast.cpp``, where 0 is undecided
 _Choose = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -43,7 +30,7 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         # A PyDLL keeps the interpreter's lock: releasing it would take longer than these functions.
         self._library = ctypes.PyDLL(library._name, handle=library._handle)
-        self._registered: list[tuple[str, Choice]] = []
+        self._registered: list[tuple[str, str]] = []
         self._choose = _Choose(self._answer)
         self.state = self._function("state", ctypes.c_int64)
         self.become = self._function("become", None, ctypes.c_int64, ctypes.c_int64)
@@ -55,9 +42,9 @@ class Kernels:
         first, second = MARKED
         set_up(first.encode(), second.encode(), LIMIT, self._choose)
 
-    def override(self, name: str, device_type: str, choice: Choice, *, listed: bool, only_the_first: bool) -> None:
+    def override(self, name: str, device_type: str, *, listed: bool, only_the_first: bool) -> None:
         """Register a kernel for an operator on one device type."""
-        self._registered.append((device_type, choice))
+        self._registered.append((name, device_type))
         self._override(name.encode(), device_type.encode(), len(self._registered) - 1, listed, only_the_first)
 
     def watch(self, name: str, device_type: str) -> None:
@@ -66,9 +53,13 @@ class Kernels:
 
     @unstable.never_compiled
     def _answer(self, index: int, number: int) -> int:
-        device_type, choice = self._registered[index]
+        name, device_type = self._registered[index]
         region = regions.current(device_type) if number == _UNKNOWN_REGION else numbered(number)
-        return choice(region)
+        op_class = None if region is None else behaviour(name, region, device_type)
+        if region is None or op_class is None:
+            return _NATIVE
+        low = region.dtype is torch.bfloat16
+        return {"lower": 2 + low, "full": 4, "keep": 6, "inner": 7 + low}.get(op_class, _WIDEST)
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Any:
         function = getattr(self._library, f"polyamp_autocast_{name}")

@@ -1,4 +1,4 @@
-"""The casts of an overridden operation's arguments and results, one function for each behaviour; casts of weights.
+"""The casts of an overridden operation's arguments and results, by its class; casts of weights.
 
 Native autocast keeps the casts of leaf float32 parameters until its outermost region ends, and returns them even after
 an update inside the region. `watch` drops them whenever an operation or an optimizer updates such a tensor.
@@ -8,7 +8,7 @@ an update inside the region. `watch` drops them whenever an operation or an opti
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -27,31 +27,18 @@ Call = Callable[..., Any]
 ONLY_THE_INPUT = {"batch_norm", "instance_norm"}
 
 
-def lower(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
-    """Return a function that calls ``op`` with its floating inputs in a 16-bit type."""
-    cast = _caster(device_type, canonical)
-    return lambda args, kwargs: op(*cast(args, dtype), **_cast_named(kwargs, dtype, device_type))
-
-
-def full(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
-    """Return a function that calls ``op`` with floating inputs in float32, unless the caller passes a ``dtype=``."""
-    cast, passes_dtype = _caster(device_type, canonical), _dtype_test(op)
+def call_as(op_class: str, op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
+    """Return a function that calls ``op`` as a class asks; as it is, if the class is about float32 and gets a dtype."""
+    takes_dtype = op_class in ("full", "inner")
+    passes_dtype = _dtype_test(op)
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if passes_dtype(args, kwargs):
+        if takes_dtype and passes_dtype(args, kwargs):
             return op(*args, **kwargs)
-        return op(*cast(args, torch.float32), **_cast_named(kwargs, torch.float32, device_type))
-
-    return call
-
-
-def inner(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
-    """Return a function that calls ``op`` in float32, with its first result in 16 bits, unless it gets a ``dtype=``."""
-    in_float32, passes_dtype = full(op, canonical, device_type, dtype), _dtype_test(op)
-
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        out = in_float32(args, kwargs)
-        return out if passes_dtype(args, kwargs) else rounded(out, device_type, dtype)
+        cast, cast_kwargs = cast_all(args, kwargs, op_class, device_type, dtype)
+        others = args if canonical in ONLY_THE_INPUT else cast
+        out = op(*cast[:1], *others[1:], **cast_kwargs)
+        return rounded(out, device_type, dtype) if op_class == "inner" else out
 
     return call
 
@@ -64,40 +51,15 @@ def rounded(out: Any, device_type: str, dtype: torch.dtype) -> Any:
     return type(out)(*results) if hasattr(out, "_fields") else type(out)(results)
 
 
-def widest(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
-    """Return a function that calls ``op`` in the widest type of its inputs: float32 for float16 with bfloat16."""
-    cast = _caster(device_type, canonical)
-
-    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if _agree(args, kwargs, device_type):
-            return op(*args, **kwargs)
-        return op(*cast(args, torch.float32), **_cast_named(kwargs, torch.float32, device_type))
-
-    return call
-
-
-def as_written(op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Call:
-    """Return a function that calls ``op`` with its inputs unchanged."""
-    return lambda args, kwargs: op(*args, **kwargs)
-
-
 def cast_all(
     args: tuple[Any, ...], kwargs: dict[str, Any], op_class: str, device_type: str, dtype: torch.dtype
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast the arguments of a user's operation as its class requires; containers keep their types."""
+    """Cast the arguments of an operation as its class requires; containers keep their types."""
+    # Eager code does not know where its inputs came from: what follows them runs in the widest of their types.
     if op_class == "keep" or (op_class not in ("lower", "full", "inner") and _agree(args, kwargs, device_type)):
         return args, kwargs
     to = dtype if op_class == "lower" else torch.float32
-    return tuple(_cast_tree(value, to, device_type) for value in args), _cast_tree(kwargs, to, device_type)
-
-
-def _cast_tree(value: Any, dtype: torch.dtype, device_type: str) -> Any:
-    if isinstance(value, dict):
-        return {key: _cast_tree(one, dtype, device_type) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        cast = [_cast_tree(one, dtype, device_type) for one in value]
-        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
-    return _cast(value, dtype, device_type)
+    return tuple(_cast(value, to, device_type) for value in args), _cast(kwargs, to, device_type)
 
 
 def _eligible(tensor: Tensor, device_type: str) -> bool:
@@ -113,19 +75,12 @@ def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
         if value.dtype is dtype or not _eligible(value, device_type):
             return value
         return cast_weight(value, dtype) if value.requires_grad and value.is_leaf else value.to(dtype)
+    if isinstance(value, dict):
+        return {key: _cast(one, dtype, device_type) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_cast(one, dtype, device_type) for one in value]
+        cast = [_cast(one, dtype, device_type) for one in value]
+        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
     return value
-
-
-def _caster(device_type: str, canonical: str) -> Callable[[tuple[Any, ...], torch.dtype], Iterable[Any]]:
-    if canonical in ONLY_THE_INPUT:
-        return lambda args, dtype: [_cast(args[0], dtype, device_type), *args[1:]]
-    return lambda args, dtype: [_cast(value, dtype, device_type) for value in args]
-
-
-def _cast_named(kwargs: dict[str, Any], dtype: torch.dtype, device_type: str) -> dict[str, Any]:
-    return {name: _cast(value, dtype, device_type) for name, value in kwargs.items()} if kwargs else kwargs
 
 
 def _agree(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast import behaviours, boxed, casts
-from polyamp.backends.torch.autocast.behaviours import PROMOTING, Behaviour, behaviour, class_name, registered
+from polyamp.backends.torch.autocast.behaviours import PROMOTING, behaviour, class_name, registered
 from polyamp.backends.torch.autocast.regions import Region, current, number_of
 
 
@@ -75,7 +75,8 @@ def override(name: str, device_type: str, *, required: bool = True) -> None:
         if left is not None:
             unstable.withdraw(left)
         if compiled is not None:
-            _override_compiled(compiled, name, device_type)
+            only_the_first = class_name(name) in casts.ONLY_THE_INPUT
+            compiled.override(name, device_type, listed=_is_listed(name, device_type), only_the_first=only_the_first)
         else:
             kernel, key = _kernel(name, device_type), unstable.AutocastKey(device_type).name
             with _overriding():
@@ -99,39 +100,10 @@ def _is_listed(name: str, device_type: str) -> bool:
     return name in registered(device_type) - PROMOTING
 
 
-# Compiled kernels.
-
-
-def _override_compiled(compiled: boxed.Kernels, name: str, device_type: str) -> None:
-    def choice(region: Region | None) -> boxed.Behaviour:
-        found = None if region is None else behaviour(name, region, device_type)
-        return boxed.Behaviour.NATIVE if found is None or region is None else _compiled(found, region.dtype)
-
-    only_the_first = class_name(name) in casts.ONLY_THE_INPUT
-    compiled.override(name, device_type, choice, listed=_is_listed(name, device_type), only_the_first=only_the_first)
-
-
-def _compiled(found: Behaviour, dtype: torch.dtype) -> boxed.Behaviour:
-    if found not in (casts.lower, casts.inner):
-        return _OF_ANY_DTYPE[found]
-    name = "FLOAT16" if dtype is torch.float16 else "BFLOAT16"
-    return boxed.Behaviour[name if found is casts.lower else f"INNER_{name}"]
-
-
-_OF_ANY_DTYPE: dict[Behaviour, boxed.Behaviour] = {
-    casts.full: boxed.Behaviour.FLOAT32,
-    casts.widest: boxed.Behaviour.WIDEST,
-    casts.as_written: boxed.Behaviour.AS_WRITTEN,
-}
-
-
-# Kernels in Python.
-
-
 def _kernel(name: str, device_type: str) -> Callable[..., Any]:
     op, key = behaviours.overload_named(name), unstable.AutocastKey(device_type)
     native = _native(name, device_type, op, key)
-    choices: dict[Region, casts.Call | None] = {}
+    choices: dict[Region, Any] = {}
 
     @unstable.never_compiled
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -139,8 +111,8 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
         if region is None:
             return native(keyset, args, kwargs)
         if region not in choices:
-            found = behaviour(name, region, device_type)
-            choices[region] = found and found(op, class_name(name), device_type, region.dtype)
+            op_class = behaviour(name, region, device_type)
+            choices[region] = op_class and casts.call_as(op_class, op, class_name(name), device_type, region.dtype)
         call = choices[region]
         if call is None:
             return native(keyset, args, kwargs)

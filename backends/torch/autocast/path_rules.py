@@ -28,7 +28,7 @@ from polyamp import plan
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast import custom, overrides, regions
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES, MARKED, Marks, Region, mark_of, marks_here, set_marks
-from polyamp.backends.torch.tracking import ModuleHooks, Stack, paths_in
+from polyamp.backends.torch.tracking import ModuleHooks, paths_in
 from polyamp.errors import UnsupportedError, warn_once
 from polyamp.flow import Rule
 from polyamp.operations import OPERATIONS
@@ -127,7 +127,7 @@ def report_unused(region: Region) -> None:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.running = Stack[regions.Frame | None]()
+        self.running: list[tuple[nn.Module, regions.Frame | None]] = []  # outermost first, with the region entered
         self.traced: list[tuple[int, Marks]] = []
         self.planned = 0  # running calls of compiled code whose graphs apply these rules without the hooks
 
@@ -162,9 +162,10 @@ def _before(module: nn.Module, inputs: Any) -> None:
 @unstable.never_compiled
 def _after(module: nn.Module, inputs: Any, output: Any) -> None:
     if not torch.compiler.is_compiling():
-        frame = _here.running.pop(module)
-        if frame is not None:
-            regions.leave(frame)
+        if _here.running and _here.running[-1][0] is module:  # else it began before the hooks did
+            _, frame = _here.running.pop()
+            if frame is not None:
+                regions.leave(frame)
         return
     marks = _marks_behind(id(module)) if _may_change_regions() else None
     if marks is not None:
@@ -179,10 +180,9 @@ def _enter(module: nn.Module) -> None:
     region = regions.current()
     if region is not None and region.rules:
         _stay_for_another_run()
-    running = _here.running.root
-    root = module if running is None else running
+    root = _here.running[0][0] if _here.running else module
     inside = None if region is None else _region_in(module, region, root)
-    _here.running.push(module, None if inside is None else regions.enter(inside))
+    _here.running.append((module, None if inside is None else regions.enter(inside)))
 
 
 def _stay_for_another_run() -> None:

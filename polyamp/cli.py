@@ -22,6 +22,7 @@ from polyamp.commands import diagnosis
 from polyamp.commands import run as running
 from polyamp.commands.parity import parity
 from polyamp.errors import MissingFrameworkError, PolyampError, UnsupportedError
+from polyamp.report import write_json
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (diagnosis.explain, diagnosis.diagnose, parity):
@@ -126,7 +127,7 @@ def demo(
         )
     console.print(digits.table(done))
     if json_file:
-        json_file.write_text(json.dumps(digits.report(examples, done), indent=2) + "\n")
+        write_json(digits.report(examples, done), json_file)
     if plot_file:
         digits.plot(done, str(plot_file))
 

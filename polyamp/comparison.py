@@ -25,7 +25,7 @@ from functools import cache, cached_property
 from statistics import mean, variance
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from polyamp.diagnosis.pictures import figure_for
+from polyamp.diagnosis.pictures import figure_for, save_figure
 from polyamp.errors import missing
 from polyamp.report import Report, finite, plural
 
@@ -432,7 +432,7 @@ class Parity(Report):
         axis.set(xlabel=f"{self.question.metric}: difference from float32", title=self.name)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=9, loc="lower right")
-        figure.savefig(path, dpi=150)
+        save_figure(figure, path)
 
 
 def _row(way: Comparison) -> tuple[str, ...]:

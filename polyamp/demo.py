@@ -16,6 +16,7 @@ from rich.table import Table
 
 from polyamp import adapters
 from polyamp.adapters import Adapter
+from polyamp.diagnosis.pictures import figure_for, save_figure
 from polyamp.errors import MissingFrameworkError, missing
 from polyamp.policies import policy
 from polyamp.scale import LossScale, StepResult
@@ -146,12 +147,8 @@ def report(adapters: Iterable[Adapter], done: list[Run]) -> dict[str, Any]:
 
 def plot(done: list[Run], path: str) -> None:
     """Draw loss and loss scale over the steps into an image file, one column per framework."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise missing("matplotlib", extra="plot") from error
     frameworks = list(dict.fromkeys(run.framework for run in done))
-    figure = Figure(figsize=(4.5 * len(frameworks), 6), layout="constrained")
+    figure = figure_for(path, (4.5 * len(frameworks), 6))
     axes = figure.subplots(2, len(frameworks), sharex=True, sharey="row", squeeze=False)
     for run in done:
         above, below = axes[:, frameworks.index(run.framework)]
@@ -164,4 +161,4 @@ def plot(done: list[Run], path: str) -> None:
     axes[0, 0].set_ylabel("training loss (nats)")
     axes[1, 0].set_ylabel("loss scale")
     axes[0, 0].legend(frameon=False)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)

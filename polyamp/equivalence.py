@@ -13,7 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os import PathLike
+from os import SEEK_END, PathLike
 from pathlib import Path
 from typing import Any
 
@@ -388,11 +388,11 @@ def read_runs(path: Path) -> dict[Key, Run]:
     """Return the runs in a file; a warning names the lines that are damaged, and they are skipped."""
     runs, damaged = {}, []
     try:
-        with path.open("a+", errors="replace") as file:  # refuses a folder, and a folder that does not exist
+        if path.exists() and not path.is_file():
+            raise OSError(f"{path} is not a file")
+        with path.open("a+", errors="replace") as file:
             file.seek(0)
             lines = file.readlines()
-            if lines and not lines[-1].endswith("\n"):  # cut off by a process that was killed
-                file.write("\n")
     except OSError as error:
         raise _bad_file("the file of runs cannot be written", str(error), "a file in a folder that exists") from error
     for number, line in enumerate(lines, 1):
@@ -401,7 +401,7 @@ def read_runs(path: Path) -> dict[Key, Run]:
             metrics = {name: math.nan if value is None else as_number(value) for name, value in kept["metrics"].items()}
             run = Run(kept["seed"], metrics, kept["skipped"], kept["failure"])
             runs[kept["train"], kept["policy"], run.seed] = run
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             damaged.append(str(number))
     if damaged and not runs:
         raise _bad_file("this is not a file of runs", f"{path}: no line is one", "a new file, or one that parity wrote")
@@ -411,11 +411,15 @@ def read_runs(path: Path) -> dict[Key, Run]:
 
 
 def add_run(path: Path, key: Key, run: Run) -> None:
-    """Add a run to a file, as one line that is written at once."""
+    """Add a run to a file, as one line that is written at once, after a line that another process may have cut."""
     metrics = {name: finite(value) for name, value in run.metrics.items()}
     line = json.dumps({"train": key[0], "policy": key[1], **run._asdict(), "metrics": metrics})
-    with path.open("ab", buffering=0) as file:
-        file.write(f"{line}\n".encode())
+    with path.open("ab+", buffering=0) as file:
+        file.seek(max(file.seek(0, SEEK_END) - 1, 0))
+        is_cut = file.read(1) not in (b"", b"\n")
+        written = b"\n" * is_cut + f"{line}\n".encode()
+        if file.write(written) < len(written):
+            raise _bad_file("the file of runs cannot be written", "the disk is full", "a disk with room")
 
 
 def _bad_file(what: str, found: str, allowed: str) -> InvalidValueError:

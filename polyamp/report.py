@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
+
+from polyamp.errors import InvalidValueError, brief
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -78,11 +82,39 @@ class Report(ABC):
 
 
 def write_json(values: Any, path: str | PathLike[str]) -> None:
-    """Write JSON values to a file, with a final newline. Refuses inf and NaN, which JSON does not have."""
+    """Write JSON values to a file. Refuses inf and NaN, which JSON does not have."""
     import json  # costs milliseconds that `import polyamp` does not need
 
-    with open(path, "w") as file:
-        file.write(json.dumps(values, indent=1, allow_nan=False) + "\n")
+    write_whole(path, f"{json.dumps(values, indent=1, allow_nan=False)}\n".encode())
+
+
+def write_whole(path: str | PathLike[str], content: bytes) -> None:
+    """Write a file whole or not at all: a full disk or a kill leaves what was there before."""
+    try:
+        target = os.path.realpath(path)  # of a link, the file that it names
+        is_file = os.path.isfile(target)
+        if os.path.exists(target) and not is_file:  # a pipe or a device, which has nothing to lose
+            with open(target, "wb") as file:
+                file.write(content)
+            return
+        part = f"{target}.{os.urandom(4).hex()}.part"
+        try:
+            with open(part, "xb") as file:
+                file.write(content)
+            if is_file:
+                os.chmod(part, os.stat(target).st_mode)
+            os.replace(part, target)
+        finally:
+            with suppress(OSError):
+                os.unlink(part)
+    except (OSError, TypeError, ValueError) as error:
+        raise InvalidValueError(
+            "the file cannot be written",
+            where=brief(path),
+            found=getattr(error, "strerror", None) or error,
+            allowed="a file in a folder that exists, on a disk with room",
+            fix="make the folder first, or name another file; what was there is unchanged",
+        ) from error
 
 
 def finite(value: float | None) -> float | None:

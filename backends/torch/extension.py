@@ -16,6 +16,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import sys
 import threading
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ MODES = ("auto", "off", "require")
 COMMAND = "python -m polyamp.backends.torch.build"
 CSRC = Path(__file__).parent / "csrc"
 BUILT, FAILED = "built.txt", "failed.log"
+INTERRUPTED = ("Killed", "signal terminated", "No space left", "out of memory", "Cannot allocate memory")
 TAIL = 20  # lines of a compiler's output that an error repeats
 
 # No fused multiply-add and no fast math, so that GPU and CPU return the same bits.
@@ -159,6 +161,8 @@ def build(name: str, *, force: bool = False) -> Path:
             fix=f"install what is missing, or bring a cache (POLYAMP_CACHE) in which {COMMAND} built it",
         )
     try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_owners(path)
         with _locked(path.parent):
             if force:
                 shutil.rmtree(path.parent, ignore_errors=True)
@@ -180,7 +184,7 @@ def _compile(name: str, path: Path) -> None:
     _log.warning("polyamp builds %s once: %s", path.name, made_for)
     _define_operators()
     parts, folder = LIBRARIES[name], path.parent
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     folder.joinpath("lock").unlink(missing_ok=True)  # torch's, left by a process that was killed; we hold our own
     sources = [str(CSRC / source) for source in (*parts.host, *(parts.device if _gpus() else ()))]
     linked = ["-Wl,-z,defs", "-ldl", f"-L{folder}"]
@@ -199,7 +203,8 @@ def _compile(name: str, path: Path) -> None:
             is_python_module=False,
         )
     except (RuntimeError, ValueError) as error:  # ValueError: an architecture that does not exist
-        folder.joinpath(FAILED).write_text(str(error))
+        if not any(word in str(error) for word in INTERRUPTED):
+            folder.joinpath(FAILED).write_text(str(error))
         raise _failed(str(error), str(folder / FAILED)) from None
     folder.joinpath(BUILT).write_text(made_for)
 
@@ -208,6 +213,7 @@ def _load(name: str, path: Path) -> Path:
     """Load a library for good, once."""
     with _lock:
         if name not in _loaded:
+            _check_owners(path)
             _define_operators()
             try:
                 torch.ops.load_library(path)  # type: ignore[no-untyped-call]
@@ -296,10 +302,30 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold a lock that other processes wait for; the system releases it if this process is killed."""
     import fcntl  # not available on Windows
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f"{folder.name}.lock").open("w") as file:
+    file = os.open(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(file)
+
+
+def _check_owners(path: Path) -> None:
+    """Refuse a library, or a folder of it, that another user may have written or can replace."""
+    cache = path.parent.parent.resolve()
+    for one in (cache, path.parent, path, path.with_name(BUILT)):
+        if not os.path.lexists(one):  # not built yet
+            continue
+        found = one.lstat()
+        is_open = found.st_mode & stat.S_IWOTH and not (one == cache and found.st_mode & stat.S_ISVTX)
+        if is_open or stat.S_ISLNK(found.st_mode) or found.st_uid not in (0, os.geteuid()):
+            raise BuildError(
+                "others can write the built extension",
+                where=str(one),
+                found=f"{stat.filemode(found.st_mode)} of user {found.st_uid}",
+                allowed=f"a folder or a file of user {os.geteuid()} or root, not a link, that others cannot write",
+                fix="delete it, or name another folder in POLYAMP_CACHE",
+            )
 
 
 def _failed(output: str, where: str) -> BuildError:

@@ -11,7 +11,7 @@ from torch import Tensor
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.masters import MasterWeights, layouts
 from polyamp.backends.torch.scale import LossScaler
-from polyamp.errors import StateError, warn_once
+from polyamp.errors import StateError, shown, warn_once
 from polyamp.scale import LossScaleState
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 KEYS = ("state", "param_groups", "loss_scale", "master_weights")
 _OURS = ("loss_scale", "loss_scales", "master_weights")
+MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
+"""The names that running means of gradients have in most optimizers: of the parameter's shape."""
 
 _FIX = "load a result of state_dict()"
 _PLAIN = (
@@ -53,8 +55,17 @@ def load(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
     plain = is_plain(saved)
     scales = _initial_scales(optimizer) if plain else _scales(optimizer, saved)
     own = {key: value for key, value in saved.items() if key not in _OURS}
-    optimizer.inner.load_state_dict({**own, "state": {**saved["state"]}})  # ZeroRedundancyOptimizer changes it
-    _keep_dtypes(optimizer.inner, saved, widened=plain and optimizer.masters is not None)
+    before = vars(optimizer.inner).copy()
+    try:
+        optimizer.inner.load_state_dict({**own, "state": {**saved["state"]}})  # ZeroRedundancyOptimizer changes it
+        _keep_dtypes(optimizer.inner, saved, widened=plain and optimizer.masters is not None)
+        _check_moments(optimizer.inner)
+    except Exception as error:  # torch assigns the state, and then converts what the optimizer needs of it
+        vars(optimizer.inner).update(before)
+        if isinstance(error, StateError):
+            raise
+        found = f"{type(error).__name__}: {error}"
+        raise bad_state("the optimizer cannot load this state", found, "a state of this optimizer", _FIX) from error
     if plain:
         warn_once(_PLAIN)
     elif optimizer.masters is not None:
@@ -170,6 +181,18 @@ def _keep_dtypes(inner: torch.optim.Optimizer, saved: Mapping[str, Any], *, wide
                 warn_once(_OTHER_BITS)
             elif not (widened and value.dtype in SIXTEEN_BIT):
                 inner.state[param][key] = value.to(loaded.device)
+
+
+def _check_moments(inner: torch.optim.Optimizer) -> None:
+    """Refuse running means that do not have their parameter's shape; the next step would fail in the middle."""
+    for param, state in inner.state.items():
+        for key in MOMENTS & (state or {}).keys():  # another rank may have the state
+            value = state[key]
+            if key != "momentum_buffer" or value is not None:  # SGD's is None before the first step
+                found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
+                if found != f"shape {tuple(param.shape)}":
+                    allowed = f"a tensor of the parameter's shape {tuple(param.shape)}"
+                    raise bad_state(f"the saved {key} does not fit its parameter", found, allowed, _FIX)
 
 
 def bad_state(what: str, found: str, allowed: str, fix: str) -> StateError:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from polyamp import rewriting
-from polyamp.commands.show import show, writing
+from polyamp.commands.show import show
 from polyamp.commands.target import step_of
 from polyamp.diagnosis.diagnose import diagnose as diagnose_step
 from polyamp.diagnosis.lint import lint
@@ -67,8 +67,7 @@ def diagnose(
     values = {**verdict.as_dict(), "probe": verdict.probe.as_dict(), "lint": found.as_dict()}
     show([found, verdict.probe, verdict], values, json)
     if plot is not None:
-        with writing():
-            verdict.probe.plot(plot)
+        verdict.probe.plot(plot)
     _end(bool(found.errors or found.warnings or verdict.kind not in ("finite", "scale") or not verdict.probe.is_safe))
 
 

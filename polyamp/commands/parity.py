@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from polyamp.commands.diagnosis import JsonFile, PlotFile
-from polyamp.commands.show import check_files, printing_elsewhere, show, writing
+from polyamp.commands.show import check_files, printing_elsewhere, show
 from polyamp.commands.target import training_of
 from polyamp.comparison import FIRST_LOOK
 from polyamp.equivalence import parity as train_over_seeds
@@ -61,7 +61,6 @@ def parity(
         raise typer.Exit(INTERRUPTED) from None
     show([found], found.as_dict(), json)
     if plot is not None:
-        with writing():
-            found.plot(plot)
+        found.plot(plot)
     if code := CODES[found.verdict]:
         raise typer.Exit(code)

@@ -54,14 +54,4 @@ def show(reports: Sequence[Report], values: Mapping[str, Any], json_file: str | 
         return
     print(*reports, sep="\n\n")
     if json_file is not None:
-        with writing():
-            write_json(values, json_file)
-
-
-@contextmanager
-def writing() -> Iterator[None]:
-    """Refuse a file of the user's that cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise _unwritable(str(error)) from error
+        write_json(values, json_file)

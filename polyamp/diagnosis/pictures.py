@@ -6,6 +6,7 @@ It takes the numbers to draw, so the report can import this module. matplotlib i
 from __future__ import annotations
 
 import math
+from io import BytesIO
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from polyamp.diagnosis.recording import ACTIVATION, Recording
 from polyamp.diagnosis.spread import LOWEST, Spread
 from polyamp.errors import InvalidValueError, missing
 from polyamp.formats import Format
+from polyamp.report import write_whole
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -53,7 +55,7 @@ def draw_probe(path: str | PathLike[str], title: str, recording: Recording, limi
         label.set_color("black" if rows[row].is_low else "grey")
     axis.set(xlim=(low, high), ylim=(max(len(rows), 1), 0), xlabel="log2 of the magnitude")
     figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def figure_for(path: str | PathLike[str], size: tuple[float, float]) -> Any:
@@ -64,7 +66,7 @@ def figure_for(path: str | PathLike[str], size: tuple[float, float]) -> Any:
         raise missing("matplotlib", extra="plot") from error
     figure = Figure(figsize=size, layout="constrained")
     known = figure.canvas.get_supported_filetypes()
-    if PurePath(path).suffix.lstrip(".").lower() not in known:
+    if _ending(path) not in known:
         raise InvalidValueError(
             "no image format has this ending",
             where="plot(path)",
@@ -73,6 +75,17 @@ def figure_for(path: str | PathLike[str], size: tuple[float, float]) -> Any:
             fix="name the file, for example, probe.png",
         )
     return figure
+
+
+def save_figure(figure: Any, path: str | PathLike[str]) -> None:
+    """Write a figure into an image file."""
+    image = BytesIO()
+    figure.savefig(image, dpi=150, format=_ending(path))
+    write_whole(path, image.getvalue())
+
+
+def _ending(path: str | PathLike[str]) -> str:
+    return PurePath(path).suffix.lstrip(".").lower()
 
 
 def _range(recording: Recording, limits: Format, scale: float) -> tuple[int, int]:

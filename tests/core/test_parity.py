@@ -413,7 +413,8 @@ class TestKeep:
         for seed in range(3):
             add_run(path, ("m:train", "p", seed), Run(seed, {"loss": 0.5}))
         first, second, third = path.read_text().splitlines()
-        path.write_text(f"{first}\n{second.replace('metrics', 'm')}\n{third[:cut]}")  # the process was killed
+        second = {1: second.replace("0.5", "1" * 400), 5: "[" * 100_000}.get(cut, second.replace("metrics", "m"))
+        path.write_text(f"{first}\n{second}\n{third[:cut]}")  # the process was killed
         with pytest.warns(PolyampWarning, match=r"runs\.jsonl: skipped what is not a whole run, in line 2, 3;"):
             assert [key[-1] for key in read_runs(path)] == [0]
         add_run(path, ("m:train", "p", 2), Run(2, {"loss": 0.5}))
@@ -429,7 +430,7 @@ class TestKeep:
 
     def test_a_file_that_cannot_be_written_is_refused_before_anything_is_trained(self, tmp_path: Path) -> None:
         calls: list[Any] = []
-        for path in (tmp_path, tmp_path / "none" / "runs.jsonl"):
+        for path in (tmp_path, tmp_path / "none" / "runs.jsonl", Path("/dev/full")):
             with pytest.raises(InvalidValueError, match="cannot be written"):
                 quiet(task(calls=calls), keep=path)
         assert not calls

@@ -1,12 +1,22 @@
-"""The warnings that tell what a policy could not do in a program."""
+"""Warnings about what a policy could not do in a program, and files: whole or not at all."""
 
 from __future__ import annotations
 
+import resource
+import signal
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-from polyamp.errors import forget_warnings
+import pytest
+
+from polyamp.comparison import Run
+from polyamp.equivalence import add_run, read_runs
+from polyamp.errors import InvalidValueError, forget_warnings
 from polyamp.flow import Rule
 from polyamp.plan import report_nothing_lowered, report_refused, report_unused
+from polyamp.report import write_json
 
 
 def shown_by(report: object, *args: object, **kwargs: object) -> list[tuple[str, str]]:
@@ -42,3 +52,45 @@ def test_reports_are_shown_once_and_point_at_the_caller() -> None:
 def test_a_rule_of_an_unknown_policy_is_reported_too() -> None:
     [(message, _)] = shown_by(report_unused, [Rule("haed", "full")], where="TensorFlow code", paths="a name scope")
     assert message.startswith("the rule 'haed' matched nothing in TensorFlow code: ")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Let no file grow beyond a size."""
+    handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk_leaves_the_old_report_and_every_finished_run(tmp_path: Path) -> None:
+    report, runs = tmp_path / "report.json", tmp_path / "runs.jsonl"
+    write_json({"old": 1}, report)
+    report.chmod(0o600)
+    add_run(runs, ("m:train", "p", 0), Run(0, {"loss": 0.5}))
+    with full_disk(200):
+        with pytest.raises(InvalidValueError, match="the file cannot be written"):
+            write_json({"new": "x" * 1000}, report)
+        with pytest.raises(InvalidValueError, match="the disk is full"):
+            add_run(runs, ("m:train", "p", 1), Run(1, {"loss": 0.5}, failure="x" * 300))
+    assert report.read_text() == '{\n "old": 1\n}\n'
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "runs.jsonl"]
+    add_run(runs, ("m:train", "p", 2), Run(2, {"loss": 0.5}))  # after the line that was cut
+    with pytest.warns(UserWarning, match="in line 2;"):
+        assert [key[-1] for key in read_runs(runs)] == [0, 2]
+    (tmp_path / "link.json").symlink_to(report)
+    write_json({"new": 2}, tmp_path / "link.json")
+    assert report.read_text() == '{\n "new": 2\n}\n'
+    assert report.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("path", ["no/such/folder.json", ".", 3, "a\0b", None])
+def test_a_file_that_cannot_be_written_is_refused(path: str) -> None:
+    with pytest.raises(InvalidValueError, match="the file cannot be written"):
+        write_json({}, path)

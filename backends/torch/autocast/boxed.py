@@ -88,7 +88,10 @@ def kernels(*, required: bool = True) -> Kernels | None:
         if _kernels is None:
             library = extension.library("autocast", required=required)
             if library is not None:
-                _kernels = Kernels(library)
+                try:
+                    _kernels = Kernels(library)
+                except AttributeError as error:
+                    raise _not_registered("any operation", str(error)) from error
                 regions.tell(_kernels)
         return _kernels
 

@@ -192,6 +192,32 @@ def test_only_sources_tell_builds_apart(tmp_path: Path, monkeypatch: pytest.Monk
     assert extension.path_of("operators") != before
 
 
+@pytest.mark.parametrize("place", ["cache", "folder", "library", "link", "owner"])
+def test_a_library_that_others_can_write_is_not_opened(place: str) -> None:
+    library = plant(b"no library")
+    folder = library.parent
+    if place == "link":
+        library.rename(folder / "other.so")
+        library.symlink_to("other.so")
+    elif place == "owner":
+        os.chown(library, os.geteuid() + 1, -1)
+    else:
+        {"cache": folder.parent, "folder": folder, "library": library}[place].chmod(0o777)
+    with pytest.warns(PolyampWarning, match="others can write the built extension"):
+        assert not extension.available("cpu")
+
+
+def test_a_lock_that_another_user_planted_is_not_followed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "_lacking", lambda: None)
+    victim, folder = cache.parent / "victim", extension.path_of("operators").parent
+    victim.write_text("precious")
+    cache.mkdir()
+    folder.with_name(f"{folder.name}.lock").symlink_to(victim)
+    with pytest.raises(ExtensionError, match="could not be built"):
+        extension.build("operators")
+    assert victim.read_text() == "precious"
+
+
 def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("POLYAMP_CACHE", str(tmp_path / "file"))
@@ -280,17 +306,19 @@ def test_processes_that_ask_at_once_build_once_also_after_one_was_killed(tmp_pat
 
 
 @pytest.mark.compilers
-def test_a_failure_is_told_with_its_end_and_not_tried_again(tmp_path: Path) -> None:
-    environment, log = compiler(tmp_path, then="echo no such luck; exit 1")
+@pytest.mark.parametrize(("says", "is_kept"), [("no such luck", True), ("Killed signal terminated program", False)])
+def test_a_failure_is_told_with_its_end_and_not_tried_again(tmp_path: Path, says: str, is_kept: bool) -> None:
+    environment, log = compiler(tmp_path, then=f"echo {says}; exit 1")
     calls = []
     for options in ([], [], ["--force"]):
         done = subprocess.run([*COMMAND, *options], env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 1
-        assert "no such luck" in done.stderr
+        assert says in done.stderr
         assert "tries again" in done.stderr
         assert "Traceback" not in done.stderr
         calls.append(len(log.read_text().split()))
-    assert calls[0] == calls[1] < calls[2]
+    assert (calls[0] == calls[1]) is is_kept
+    assert calls[1] < calls[2]
 
 
 STEP_WITHOUT_AUTOCAST = """

@@ -1,7 +1,7 @@
 """The casts of an overridden operation's arguments and results, by its class; casts of weights.
 
 Native autocast keeps the casts of leaf float32 parameters until its outermost region ends, and returns them even after
-an update inside the region. `watch` drops them whenever an operation or an optimizer updates such a tensor.
+an update inside the region. `watch` drops them whenever an operator updates such a tensor.
 `cast_weight` is the same cache for overridden operations, with the tensor's version in its key.
 """
 
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast import boxed, regions
+from polyamp.backends.torch.kernels import operators  # noqa: F401 # defines two of those that are watched
 from polyamp.backends.torch.unstable import schema_arguments
 
 Call = Callable[..., Any]
@@ -31,13 +31,13 @@ def call_as(op_class: str, op: Any, canonical: str, device_type: str, dtype: tor
     """Return a function that calls ``op`` as a class asks; as it is, if the class is about float32 and gets a dtype."""
     takes_dtype = op_class in ("full", "inner")
     passes_dtype = _dtype_test(op)
+    count = 1 if canonical in ONLY_THE_INPUT else None
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if takes_dtype and passes_dtype(args, kwargs):
             return op(*args, **kwargs)
-        cast, cast_kwargs = cast_all(args, kwargs, op_class, device_type, dtype)
-        others = args if canonical in ONLY_THE_INPUT else cast
-        out = op(*cast[:1], *others[1:], **cast_kwargs)
+        cast, cast_kwargs = cast_all(args, kwargs, op_class, device_type, dtype, first=count)
+        out = op(*cast, **cast_kwargs)
         return rounded(out, device_type, dtype) if op_class == "inner" else out
 
     return call
@@ -52,14 +52,21 @@ def rounded(out: Any, device_type: str, dtype: torch.dtype) -> Any:
 
 
 def cast_all(
-    args: tuple[Any, ...], kwargs: dict[str, Any], op_class: str, device_type: str, dtype: torch.dtype
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    op_class: str,
+    device_type: str,
+    dtype: torch.dtype,
+    *,
+    first: int | None = None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast the arguments of an operation as its class requires; containers keep their types."""
+    """Cast the arguments of an operation, or the ``first`` so many, as its class requires; containers keep types."""
     # Eager code does not know where its inputs came from: what follows them runs in the widest of their types.
     if op_class == "keep" or (op_class not in ("lower", "full", "inner") and _agree(args, kwargs, device_type)):
         return args, kwargs
     to = dtype if op_class == "lower" else torch.float32
-    return tuple(_cast(value, to, device_type) for value in args), _cast(kwargs, to, device_type)
+    cast = tuple(_cast(value, to, device_type) for value in args[:first])
+    return (*cast, *args[len(cast) :]), _cast(kwargs, to, device_type)
 
 
 def _eligible(tensor: Tensor, device_type: str) -> bool:
@@ -118,6 +125,7 @@ uniform_ bernoulli_ exponential_ cauchy_ log_normal_ geometric_ random_ erfinv_ 
 index_add_ index_copy_ index_fill_ index_put_ index_reduce_ scatter_ scatter_add_ scatter_reduce_ masked_fill_
 masked_scatter_ put_ set_ _foreach_add_ _foreach_sub_ _foreach_mul_ _foreach_div_ _foreach_lerp_ _foreach_copy_
 _foreach_zero_ _foreach_addcmul_ _foreach_addcdiv_ _foreach_clamp_min_ _foreach_clamp_max_
+_fused_adam_ _fused_adamw_ _fused_sgd_ _fused_adagrad_
 """
 
 
@@ -157,17 +165,20 @@ def watch(device_type: str) -> None:
     key = unstable.AutocastKey(device_type)
     compiled = boxed.kernels(required=False)  # policies without overrides work without them
     dispatched = set(unstable.all_operators())  # some overloads exist in TorchScript only
-    for name in _UPDATES.split():
-        for op in unstable.overloads_of(f"aten::{name}"):
+    for name in (*(f"aten::{name}" for name in _UPDATES.split()), "polyamp::adam_step_", "polyamp::sgd_step_"):
+        for op in unstable.overloads_of(name):
             if op.name() not in dispatched:
                 continue
             if compiled is not None:
                 compiled.watch(op.name(), device_type)
             else:
-                _library.impl(op.name(), _forgetting(op, key), key.name)  # type: ignore[no-untyped-call]
+                library(op.namespace).impl(op.name(), _forgetting(op, key), key.name)
 
 
-_library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+@cache
+def library(namespace: str) -> Any:
+    """Return the registrations for a namespace of operators, which stay as long as the process."""
+    return torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
 
 
 def _forgetting(op: Any, key: unstable.AutocastKey) -> Any:
@@ -186,9 +197,3 @@ def _may_be_weight(updated: Tensor) -> bool:
     if updated.dtype is not torch.float32 or updated.grad_fn is not None:
         return False
     return updated.requires_grad or not unstable.is_new(updated)
-
-
-@cache
-def watch_optimizers() -> None:
-    """Drop casts from now on after every optimizer's step: foreach and fused kernels are not watched as operators."""
-    register_optimizer_step_post_hook(unstable.not_traced(lambda *_: forget_casts()))

@@ -13,7 +13,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -38,12 +37,6 @@ def prepare(region: Region, device_type: str) -> None:
 _lock = threading.Lock()
 _overridden: set[tuple[str, str]] = set()
 _left: dict[tuple[str, str], Any] = {}
-
-
-@cache
-def library(namespace: str) -> Any:
-    """Return the registrations for a namespace of operators, which stay as long as the process."""
-    return torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -80,7 +73,7 @@ def override(name: str, device_type: str, *, required: bool = True) -> None:
         else:
             kernel, key = _kernel(name, device_type), unstable.AutocastKey(device_type).name
             with _overriding():
-                library("aten").impl(name, kernel, key, with_keyset=True)
+                casts.library("aten").impl(name, kernel, key, with_keyset=True)
         _overridden.add((name, device_type))
 
 
@@ -91,7 +84,7 @@ def register_custom(op: Any, device_type: str, make_kernel: Callable[[Any, str],
             return
         with _overriding():
             key = unstable.AutocastKey(device_type).name
-            library(op.namespace).impl(op.name(), make_kernel(op, device_type), key)
+            casts.library(op.namespace).impl(op.name(), make_kernel(op, device_type), key)
         _overridden.add((op.name(), device_type))
 
 

@@ -347,7 +347,7 @@ void register_kernel(const std::string& name, at::DeviceType device, std::unique
   const DispatchKey key = at::autocast::get_autocast_dispatch_key_from_device_type(device);
   Silence silence;
   c10::WarningUtils::WarningHandlerGuard guard(&silence);
-  auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);  // never destroyed
+  auto* library = new torch::Library(torch::Library::IMPL, name.substr(0, name.find(':')), key, __FILE__, __LINE__);  // never destroyed
   library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
 }
 

@@ -68,15 +68,15 @@ def test_an_update_that_nothing_watches_is_seen_by_the_weights_version() -> None
 
 
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("fused_step", ["not wrapped", False, True])
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", OVERRIDDEN], ids=["default", "rules"])
 def test_an_optimizers_step_inside_a_region_is_seen(
-    policy: polyamp.Policy | str, wrapped: bool, options: dict[str, bool]
+    policy: polyamp.Policy | str, fused_step: bool | str, options: dict[str, bool]
 ) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     opt = torch.optim.SGD(model.parameters(), lr=0.5, **options)  # fused, it calls no other operator that is watched
-    if wrapped:
-        opt = polyamp.wrap_optimizer(opt, "mixed_bfloat16")
+    if fused_step != "not wrapped":
+        opt = polyamp.wrap_optimizer(opt, "mixed_bfloat16", fused_step=fused_step)
     with polyamp.autocast(policy):
         model(X).float().square().sum().backward()
         before = model(X)

@@ -21,6 +21,7 @@ from polyamp.errors import (
     InvalidTypeError,
     InvalidValueError,
     LossScaleError,
+    UsageError,
     did_you_mean,
     is_integer,
     is_number,
@@ -566,7 +567,16 @@ class StepResult:
         return f"gradients were not finite: {more}" if more else "gradients were not finite"
 
     def __bool__(self) -> bool:
-        return bool(self.flag)
+        try:
+            return bool(self.flag)
+        except ValueError as error:
+            raise UsageError(
+                "this is the last step of several states",
+                where="bool(last_step)",
+                found=f"applied={self.flag}",
+                allowed="one state",
+                fix="look at .applied, or pass one member: jax.tree.map(lambda leaf: leaf[0], opt_state)",
+            ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return StepResult, (
@@ -581,7 +591,7 @@ class StepResult:
 def _look(value: Any, convert: Callable[[Any], Any]) -> Any:
     try:
         return convert(value)
-    except TypeError:  # every framework raises TypeError for a traced value, which has no number yet
+    except (TypeError, ValueError):  # a traced value has no number yet, and an ensemble of states has several
         return value
 
 

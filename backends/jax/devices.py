@@ -56,5 +56,6 @@ def check_format(compute: str) -> None:
 
 _INSTEAD = {
     "tensorfloat32": 'it is a way to multiply float32: call jax.default_matmul_precision("tensorfloat32")',
-    "float64": 'compute in float64 throughout: jax.config.update("jax_enable_x64", True)',
+    "float64": 'use policy("float32"), which leaves float64 arrays in float64; they exist after '
+    'jax.config.update("jax_enable_x64", True)',
 }

@@ -39,15 +39,14 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         tuple(_casts(equations)),
         tuple(_products(equations, policy)),
         tuple(_losses(equations)),
-        unscaled=scaling.unscaled,
-        clipped=scaling.clipped,
+        **scaling._asdict(),
     )
 
 
 def _traced(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> tuple[list[Equation], Scaling]:
     """Return the equations as written, and how they scale; both empty if JAX cannot trace the function."""
     if not (callable(fn) and (args or kwargs)):
-        return [], Scaling((), ())
+        return [], Scaling((), (), (), ())
     try:
         with policy:
             program = Program(*as_pure(fn, args, kwargs)[:4])
@@ -55,8 +54,10 @@ def _traced(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Poli
         scales = [scale for one, scale in settings if one.scales]
         places = [index for index, array in enumerate(program.arrays) if any(array is scale for scale in scales)]
         return list(walk(program.closed)), scaling_of(program.closed, places)
-    except UsageError:  # it branches on a value, for example
-        return [], Scaling((), ())
+    except UsageError as error:
+        if error.__cause__ is None:  # an error in the step itself
+            raise
+        return [], Scaling((), (), (), ())
 
 
 def _casts(equations: list[Equation]) -> Iterator[UserCast]:
@@ -142,7 +143,7 @@ def _optimizer(optimizer: Any, holder: Any) -> OptimizerState:
 def _state_of(optimizer: Any, args: tuple[Any, ...]) -> Any:
     """Return the first state of an optax optimizer, which shows its parts; for any other object, the object."""
     init = getattr(optimizer, "init", None)
-    if not (callable(init) and isinstance(optimizer, tuple) and args):
+    if not (callable(init) and args):
         return optimizer
     try:
         return jax.eval_shape(init, trainable(args[0]))

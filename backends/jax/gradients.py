@@ -6,6 +6,7 @@ All are pure functions, for use inside and outside ``jit``. The names that a rec
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Hashable
 from typing import Any
 
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.casting import is_low, is_traced, map_with_none, widened
+from polyamp.errors import UsageError
 
 SHRINK = 2.0**-90
 """Brings every float32 number below 2**38, so that sums of squares are finite."""
@@ -40,6 +42,34 @@ def unscaled(grads: Any, scale: jax.Array) -> Any:
     first = jnp.where(scale > 1, jnp.float32(0.25), jnp.float32(1))
     second = 1 / (scale * first)
     return jax.tree.map(lambda grad: grad * first * second, widened(grads))
+
+
+_MADE_AT: dict[int, tuple[weakref.ref[Any], Any]] = {}  # gradients made outside jit, by id, and their loss scales
+
+
+def note_scale(grads: Any, scale: Any) -> None:
+    """Remember the loss scale at which gradients were made, as long as they live; traced ones have no number yet."""
+    for leaf in jax.tree.leaves(grads):
+        if not (is_traced(leaf) or is_traced(scale)):
+            forget = functools.partial(_MADE_AT.pop, id(leaf))
+            _MADE_AT[id(leaf)] = weakref.ref(leaf, forget), scale
+
+
+def check_scale(grads: Any, scale: Any) -> None:
+    """Refuse gradients that are known to be made at another loss scale than this one."""
+    if is_traced(scale):
+        return
+    known = [_MADE_AT.get(id(leaf), (None, scale))[1] for leaf in jax.tree.leaves(grads)]
+    others = [float(own) for own in known if own is not scale and own != scale]
+    if others:
+        raise UsageError(
+            "the gradients were made at another loss scale than they are divided by",
+            where="tx.update(grads, state, params)",
+            found=f"gradients made at {others[0]:g}, and a state at {float(scale):g}",
+            allowed="gradients made with the same opt_state",
+            fix="update before the next value_and_grad, with the state that it gets; differentiate the loss of each "
+            "optimizer with its own state; multiply gradients that you keep by the new loss scale over their own",
+        )
 
 
 def clipped(grads: Any, limit: float, axis_name: Hashable | None = None) -> Any:
@@ -79,6 +109,17 @@ def masters_of(params: Any, *, low: bool = False) -> Any:
     masters = jax.tree.map(lambda leaf: leaf.astype(jnp.float32) if is_low(leaf) else None, params)
     stands_for_params = low and not jax.tree.leaves(params)
     return masters if jax.tree.leaves(masters) or stands_for_params else None
+
+
+def followed(masters: Any, params: Any) -> Any:
+    """Return master weights in which elements of the parameters that the user wrote replace the old ones."""
+
+    def follow(master: Any, param: Any) -> Any:
+        if master is None or not is_low(param):
+            return master
+        return jnp.where(master.astype(param.dtype) == param, master, param.astype(master.dtype))
+
+    return map_with_none(follow, masters, params)
 
 
 def masters_in(full: Any, masters: Any) -> Any:
@@ -133,17 +174,19 @@ def select(applied: Any, new: Any, old: Any) -> Any:
 
 
 _PREFIX = "polyamp: gradient of "
+SCALE = "polyamp: loss scale"  # the name of the scale that an update divides by
+NEXT_SCALE = "polyamp: next loss scale"  # the name of the scale that it returns
 
 
 def marked_gradients(tree: Any) -> Any:
     """Return gradients with their names attached if they are traced. The names do not change a compiled program."""
 
-    def named(path: Any, leaf: Any) -> Any:
-        if not is_traced(leaf):
-            return leaf
-        return checkpoint_name(leaf, _PREFIX + name_of(path))  # type: ignore[no-untyped-call]
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: marked(leaf, _PREFIX + name_of(path)), tree)
 
-    return jax.tree_util.tree_map_with_path(named, tree)
+
+def marked(array: Any, name: str) -> Any:
+    """Return an array with a name attached if it is traced."""
+    return checkpoint_name(array, name) if is_traced(array) else array  # type: ignore[no-untyped-call]
 
 
 def name_of(path: Any) -> str:

@@ -195,6 +195,8 @@ class Step:
     ) -> tuple[Any, LossScaleOptState]:
         """Return a result and the new state: ``moved`` of updates and new parameters, or ``unmoved`` if skipped."""
         _check(state, params)
+        state = state._replace(loss_scale=gradients.marked(state.scalars.scale, gradients.SCALE))
+        gradients.check_scale(grads, state.loss_scale)
         grads = gradients.marked_gradients(grads)
 
         def taken() -> tuple[Any, Any, Any]:
@@ -210,6 +212,7 @@ class Step:
         with _naming_trees(grads, params):
             result, *memory = self._choose(finite, taken, skipped)
         scalars = advance(self.settings, state.scalars, finite, where=jnp.where)
+        scalars = scalars._replace(scale=gradients.marked(scalars.scale, gradients.NEXT_SCALE))
         if not is_traced(scalars.scale):
             report_limits(self.settings, on_host(scalars))
         return result, self.state_type(*scalars, *memory)
@@ -232,7 +235,7 @@ class Step:
     def _full(self, params: Any, masters: Any) -> Any:
         """Return the parameters as the optimizer sees them: float32, like its moments, if gradients are unscaled."""
         if masters is not None:
-            return merged(masters, params)
+            return merged(gradients.followed(masters, params), params)
         return widened(params) if self.settings.check else params
 
     def _choose(self, finite: Any, taken: Callable[[], Any], skipped: Callable[[], Any]) -> Any:

@@ -1,15 +1,16 @@
-"""Read from a traced program, without running it, whether the loss is scaled and whether scaled gradients are clipped.
+"""Read from a traced program, without running it, whether gradients have the factor that the optimizer divides by.
 
-Every value is a power of the loss scale times something independent of it. This power is its degree: 1 for the scale
-itself, for a scaled loss and for its gradients. A product adds degrees; a square root halves them. A wrapped optimizer
-must get gradients of degree 1.
+Every value is a product of powers of loss scales times something independent of them. These powers are its degree: 1 of
+one scale for that scale itself, for a loss that it scaled and for its gradients. A product adds degrees; a square root
+halves them. A wrapped optimizer must get gradients of degree 1 of the scale in its state, and returns another scale.
 
-For example, the gradients of a loss that nobody scaled have degree 0. And ``jnp.where(norm > 1, g / norm, g)`` chooses
-for a scaled ``g`` between degree 0 and degree 1: it clips gradients before they are unscaled.
+For example, the gradients of a loss that nobody scaled have no degree. And ``jnp.where(norm > 1, g / norm, g)`` chooses
+for a scaled ``g`` between no degree and degree 1: it clips gradients before they are unscaled.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,13 +19,19 @@ import numpy as np
 from polyamp.backends.jax import gradients, unstable
 from polyamp.backends.jax.graphs.cells import is_inexact
 
+Degree = frozenset[tuple[int, float]]
+"""The loss scales in a value, by number, each with its power."""
+
+NONE: Degree = frozenset()
+
 
 class _Value(NamedTuple):
     """The facts about one value."""
 
-    degree: float | None = 0.0  # the power of the loss scale in it; None for zeros, which have any degree
+    degree: Degree | None = NONE  # None for zeros, which have any degree
     clipped: str = ""  # the place where it was chosen from values of different degrees; empty if it was not
     of_backward: bool = False  # whether a backward pass computed it
+    divided: str = ""  # the place where a gradient lost its loss scale; empty if none did
 
 
 _ANY = _Value(None)
@@ -46,29 +53,45 @@ _NOWHERE = _Where("", backward=True)
 
 
 class Scaling(NamedTuple):
-    """Places, each once: updates with gradients that are not scaled, and places that clip scaled gradients."""
+    """Places, each once."""
 
-    unscaled: tuple[str, ...]
-    clipped: tuple[str, ...]
+    unscaled: tuple[str, ...]  # updates with gradients that were never scaled
+    clipped: tuple[str, ...]  # where scaled gradients are clipped
+    divided: tuple[str, ...]  # where gradients are unscaled before the update that unscales them
+    mixed: tuple[str, ...]  # updates with gradients of another loss scale
 
 
 def scaling_of(closed: Any, scales: Sequence[int]) -> Scaling:
     """Return the faults of the gradients that wrapped optimizers get in a program."""
     reader = _Reader()
     jaxpr, constants = unstable.opened(closed)
-    inputs = [_Value(1.0 if index in scales else 0.0) for index in range(len(jaxpr.invars))]
+    inputs = [_Value(_power_of(index) if index in scales else NONE) for index in range(len(jaxpr.invars))]
     if scales:
         reader.run(jaxpr, constants, inputs, _Where("the gradients", backward=False))
-    gradients = [(value, place) for value, place in reader.gradients if value.of_backward]
-    unscaled = dict.fromkeys(place for value, place in gradients if value.degree == 0 and not value.clipped)
-    return Scaling(tuple(unscaled), tuple(dict.fromkeys(value.clipped for value, _ in gradients if value.clipped)))
+    found: dict[str, dict[str, None]] = {name: {} for name in Scaling._fields}
+    for value, own, place in reader.gradients:
+        if not own or not value.of_backward or value.degree is None:
+            continue
+        if value.clipped:
+            found["clipped"][value.clipped] = None
+        elif not value.degree:
+            found["divided" if value.divided else "unscaled"][value.divided or place] = None
+        elif {scale for scale, _ in value.degree} != {scale for scale, _ in own}:
+            found["mixed"][place] = None
+    return Scaling(**{name: tuple(places) for name, places in found.items()})
+
+
+def _power_of(scale: int) -> Degree:
+    return frozenset([(scale, 1.0)])
 
 
 class _Reader:
     """One pass over a program. The body of a loop is read once, as its first iteration."""
 
     def __init__(self) -> None:
-        self.gradients: list[tuple[_Value, str]] = []
+        self.gradients: list[tuple[_Value, Degree | None, str]] = []  # with the degree of the scale that divides them
+        self._scale: Degree | None = None  # the degree of the last update's loss scale
+        self._numbers = itertools.count(-1, -1)  # of loss scales that the program computes
 
     def run(self, program: Any, constants: Sequence[Any], given: Sequence[_Value], where: _Where) -> list[_Value]:
         """Return the outputs of a jaxpr."""
@@ -86,8 +109,13 @@ class _Reader:
 
     def _equation(self, equation: Any, values: list[_Value], where: _Where) -> list[_Value]:
         name, parts = equation.primitive.name, unstable.inner_programs(equation)
-        if name == "name" and gradients.mark_of(equation.params["name"]) is not None:
-            self.gradients.append((values[0], where.place))
+        mark = equation.params["name"] if name == "name" else ""
+        if mark == gradients.SCALE:
+            self._scale = values[0].degree
+        elif mark == gradients.NEXT_SCALE:
+            return [_Value(_power_of(next(self._numbers)))]
+        elif gradients.mark_of(mark) is not None:
+            self.gradients.append((values[0], self._scale, where.place))
         if not parts:
             own = _result(equation, values, where)
             own = own._replace(of_backward=own.of_backward or where.backward)
@@ -113,54 +141,71 @@ def _constant(array: Any) -> _Value:
 
 def _flag(value: _Value) -> _Value:
     """Return the facts about a bool or integer: it depends on a gradient only if it tests how large that is."""
-    return _Value(0.0, value.clipped)
+    return _Value(NONE, value.clipped)
 
 
 def _result(equation: Any, values: list[_Value], where: _Where) -> _Value:
     name, params = equation.primitive.name, equation.params
     if name in _DEGREES:
-        own = _powered(values, _DEGREES[name](values, params), where)
-        is_normalised = len(values) == 2 and own.degree == 0 and all(one.degree and one.of_backward for one in values)
-        return own._replace(clipped=own.clipped or where.place) if is_normalised and not where.backward else own
+        own = _powered(values, _DEGREES[name](values, params))
+        scaled = [bool(one.degree) and one.of_backward for one in values]
+        if own.degree != NONE or where.backward or not any(scaled):
+            return own
+        if len(values) == 2 and all(scaled):  # normalised
+            return own._replace(clipped=own.clipped or where.place)
+        return own._replace(divided=where.place)
     if name == "select_n":
         which, *cases = values
-        chosen = _joined(cases, where)
+        chosen = _joined(cases, where, is_choice=True)
         return chosen._replace(clipped=chosen.clipped or (which.clipped if chosen.degree else ""))
     if name in _ADDING:
-        return _powered(values, _joined(values, where).degree, where)
-    return _joined(values, where)
+        return _powered(values, _joined(values, where).degree)
+    return _joined(values, where, is_choice=name in ("clamp", "min", "max"))
 
 
-def _powered(values: Sequence[_Value], degree: float | None, where: _Where) -> _Value:
-    clipped = "" if where.backward else next((value.clipped for value in values if value.clipped), "")
-    return _Value(degree, clipped, any(value.of_backward for value in values))
+def _powered(values: Sequence[_Value], degree: Degree | None) -> _Value:
+    clipped = next((value.clipped for value in values if value.clipped), "")
+    divided = next((value.divided for value in values if value.divided), "")
+    return _Value(degree, clipped, any(value.of_backward for value in values), divided)
 
 
-def _joined(values: Sequence[_Value], where: _Where) -> _Value:
-    """Return one of these values or their sum: it has their common degree."""
-    # If it is one of gradients and values of another degree, it was chosen by size: that is clipping.
+def _joined(values: Sequence[_Value], where: _Where, *, is_choice: bool = False) -> _Value:
+    """Return one of these values or their sum: it has their common degree, or all scales of different ones."""
+    # If it is one of gradients and values of another degree, it was chosen by size: that is clipping. The backward pass
+    # itself adds up and selects by the data, so that there only what chooses between the values counts.
     degrees = {value.degree for value in values if value.degree is not None}
-    own = _powered(values, max(degrees) if degrees else None, where)
-    is_chosen = len(degrees) > 1 and own.of_backward and not where.backward
+    powers = {sum(power for _, power in degree): degree for degree in degrees}
+    largest = frozenset().union(*(one for one in degrees if sum(p for _, p in one) == max(powers))) if degrees else None
+    own = _powered(values, largest)
+    is_chosen = len(powers) > 1 and own.of_backward and (is_choice or not where.backward)
     return own._replace(clipped=own.clipped or where.place) if is_chosen else own
 
 
-def _added(values: Sequence[_Value], params: Any) -> float | None:
-    degrees = [value.degree for value in values]
-    return None if None in degrees else float(sum(degree for degree in degrees if degree is not None))
+def _product(*factors: tuple[Degree | None, float]) -> Degree | None:
+    """Return the degree of a product of values, each to a power."""
+    powers: dict[int, float] = {}
+    for degree, exponent in factors:
+        if degree is None:
+            return None
+        for scale, power in degree:
+            powers[scale] = powers.get(scale, 0.0) + power * exponent
+    return frozenset(item for item in powers.items() if item[1])
 
 
-def _times(factor: float) -> Callable[[Sequence[_Value], Any], float | None]:
-    return lambda values, params: None if values[0].degree is None else values[0].degree * factor
+def _added(values: Sequence[_Value], params: Any) -> Degree | None:
+    return _product(*((value.degree, 1.0) for value in values))
 
 
-def _quotient(values: Sequence[_Value], params: Any) -> float | None:
-    top, bottom = values[0].degree, values[1].degree
-    return None if top is None else top - (bottom or 0.0)
+def _times(factor: float) -> Callable[[Sequence[_Value], Any], Degree | None]:
+    return lambda values, params: _product((values[0].degree, factor))
+
+
+def _quotient(values: Sequence[_Value], params: Any) -> Degree | None:
+    return _product((values[0].degree, 1.0), (values[1].degree or NONE, -1.0))
 
 
 _ADDING = ("add", "sub", "add_any", "is_finite", "concatenate", "dynamic_update_slice", "scatter-add", "scatter", "pad")
-_DEGREES: dict[str, Callable[[Sequence[_Value], Any], float | None]] = {
+_DEGREES: dict[str, Callable[[Sequence[_Value], Any], Degree | None]] = {
     "mul": _added,
     "dot_general": _added,
     "conv_general_dilated": _added,
@@ -170,7 +215,7 @@ _DEGREES: dict[str, Callable[[Sequence[_Value], Any], float | None]] = {
     "cbrt": _times(1 / 3),
     "square": _times(2.0),
     "reciprocal": _times(-1.0),
-    "is_finite": lambda values, params: 0.0,
-    "sign": lambda values, params: 0.0,
+    "is_finite": lambda values, params: NONE,
+    "sign": lambda values, params: NONE,
     "integer_pow": lambda values, params: _times(float(params["y"]))(values, params),
 }

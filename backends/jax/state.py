@@ -7,7 +7,6 @@ read, saved, loaded, and its limits are checked.
 from __future__ import annotations
 
 import functools
-import sys
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, TypeGuard
@@ -16,8 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.backends.jax.graphs.refusals import users_level
-from polyamp.errors import UsageError, warn_once
+from polyamp.errors import UsageError
 from polyamp.scale import TYPES, LossScale, LossScaleState, StepResult, report_limits
 
 SCALARS = len(LossScaleState._fields)
@@ -113,7 +111,7 @@ def holds_state(tree: Any) -> bool:
     return bool(states_in(tree))
 
 
-def find_state(holder: Any) -> LossScaleOptState:
+def find_state(holder: Any, *others: Any) -> LossScaleOptState:
     """Return the one wrapped optimizer's state in a pytree: an optax state, flax ``TrainState`` or ``nnx.Optimizer``.
 
     >>> find_state({"params": jax.numpy.ones(2)})
@@ -121,68 +119,72 @@ def find_state(holder: Any) -> LossScaleOptState:
     ...
     polyamp.errors.UsageError: there is no state of a wrapped optimizer in this tree...
 
+    Args:
+        holder: the pytree.
+        *others: the other arguments of the call, in which a swapped state is looked for.
+
     Raises:
-        UsageError: there is none, or more than one; or ``optax.MultiSteps`` accumulates scaled gradients before it.
+        UsageError: there is none, or more than one; or the wrapped optimizer is only a part of an optax optimizer.
     """
     found = states_in(holder)
-    if len(found) != 1:
+    if len(found) == 1:
+        if found[0].settings.check:
+            _check_outermost(holder)
+        return found[0]
+    fix = f"{_WRAP}, and pass the result of tx.init(params)"
+    if found:
+        fix = f"pass the state of one of them; if they belong to one optimizer, {_WRAP}"
+    elif holds_state(others):
+        fix = "swap the arguments, opt_state comes first: value_and_grad(fun, policy)(opt_state, params, *args)"
+    elif _is_restored(holder):
+        fix = "restore the checkpoint with a target that has the types, such as jax.eval_shape(tx.init, params)"
+    raise UsageError(
+        f"there {'are several states' if found else 'is no state'} of a wrapped optimizer in this tree",
+        where=_HOLDER,
+        found=f"{len(found)} in {type(holder).__name__}",
+        allowed="one",
+        fix=fix,
+    )
+
+
+_HOLDER = "the optimizer state that holds the loss scale"
+_WRAP = "wrap the outermost optimizer, once: tx = polyamp.wrap_optimizer(optax.chain(...), policy)"
+
+
+def _is_restored(holder: Any) -> bool:
+    """Return whether a pytree has the fields of a state in a dict, as orbax restores them without a target."""
+
+    def is_one(node: Any) -> bool:
+        return isinstance(node, Mapping) and node.keys() >= set(_Fields._fields)
+
+    return any(map(is_one, jax.tree.leaves(holder, is_leaf=is_one)))
+
+
+def _check_outermost(holder: Any) -> None:
+    """Refuse a wrapped optimizer that is a part of an optax optimizer: other parts see scaled gradients, or no skip."""
+    nodes = jax.tree.leaves(holder, is_leaf=lambda node: is_state(node) or is_of_optax(node) or _is_chain(node))
+    whole = next((node for node in nodes if holds_state(node) and not is_state(node)), None)
+    if whole is not None:
         raise UsageError(
-            "there are several states of wrapped optimizers in this tree"
-            if found
-            else "there is no state of a wrapped optimizer in this tree",
-            where="the optimizer state that holds the loss scale",
-            found=f"{len(found)} in {type(holder).__name__}",
-            allowed="one",
-            fix="wrap the outermost optimizer, once: tx = polyamp.wrap_optimizer(optax.chain(...), policy), and pass "
-            "the result of tx.init(params); if several optimizers are wrapped, pass the state of one of them",
-        )
-    if found[0].settings.check:
-        _check_place(holder)
-    return found[0]
-
-
-def _check_place(holder: Any) -> None:
-    """Refuse a wrapped optimizer inside ``optax.MultiSteps``; warn if other transformations come before it."""
-    optax = sys.modules.get("optax")
-    kinds = (LossScaleOptState,) if optax is None else (LossScaleOptState, optax.MultiStepsState)
-    nodes = jax.tree.leaves(holder, is_leaf=lambda node: isinstance(node, kinds))
-    if any(holds_state(node) for node in nodes if not is_state(node)):
-        raise UsageError(
-            "gradients are accumulated before they are tested: optax.MultiSteps keeps the NaN of one overflow forever, "
-            "and every later step is skipped",
-            where="the optimizer state that holds the loss scale",
-            found="a wrapped optimizer inside optax.MultiSteps",
-            allowed="optax.MultiSteps inside the wrapped optimizer",
-            fix="polyamp.wrap_optimizer(optax.MultiSteps(tx, every_k_schedule=k), policy)",
-        )
-    before = _states_before(holder)
-    if before:
-        warn_once(
-            f"a transformation comes before the wrapped optimizer in optax.chain (its state: {before}): it gets "
-            "gradients that are still multiplied by the loss scale, so that clipping, noise and weight decay there are "
-            "wrong. Wrap the whole chain, polyamp.wrap_optimizer(optax.chain(...), policy), or clip by its "
-            "max_grad_norm=.",
-            stacklevel=users_level(),
+            "the wrapped optimizer is only a part of an optax optimizer: gradients are accumulated before they are "
+            "tested, used by other parts while they are scaled, or applied by these although the step is skipped",
+            where=_HOLDER,
+            found="a wrapped optimizer in optax's "
+            + (type(whole).__name__ if is_of_optax(whole) else "chain, or next to the state of another optimizer"),
+            allowed="a wrapped optimizer around all others, optax.MultiSteps and optax.masked too",
+            fix=_WRAP + "; pass the states of separate optimizers separately",
         )
 
 
-def _states_before(holder: Any) -> str:
-    """Return the names of the states before the wrapped optimizer in ``optax.chain`` or ``named_chain``, if known."""
-    found: list[str] = []
-
-    def look(node: Any) -> bool:
-        states = list(node.values()) if type(node) is OrderedDict else node if type(node) is tuple else ()
-        own = next((index for index, state in enumerate(states) if is_state(state)), 0)
-        found.extend(type(state).__name__ for state in states[:own] if is_of_optax(state))
-        return is_state(node)
-
-    jax.tree.leaves(holder, is_leaf=look)
-    return ", ".join(dict.fromkeys(found))
+def _is_chain(node: Any) -> bool:
+    """Return whether a node looks like the state of ``optax.chain`` or ``named_chain`` with a wrapped part."""
+    parts = list(node.values()) if type(node) is OrderedDict else node if type(node) is tuple else ()
+    return any(is_of_optax(part) and not holds_state(part) for part in parts) and holds_state(node)
 
 
 def is_of_optax(state: object) -> bool:
     """Return whether a node of a pytree is the state of an optimizer of optax."""
-    return isinstance(state, tuple) and type(state).__module__.partition(".")[0] == "optax"
+    return type(state).__module__.partition(".")[0] == "optax"
 
 
 def check_limits(holder: Any) -> StepResult:
@@ -229,5 +231,13 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
 
 
 def _on_host(state: LossScaleOptState) -> LossScaleState:
-    fields = jax.device_get(state.scalars)  # all copies at once
-    return LossScaleState(*(np.asarray(field).flat[0].item() for field in fields))  # the first copy if replicated
+    fields = [np.asarray(field) for field in jax.device_get(state.scalars)]  # all copies at once
+    if any(np.unique(field).size > 1 for field in fields):
+        raise UsageError(
+            "the members of this ensemble have different loss scales or counts",
+            where=_HOLDER,
+            found=f"loss scales {fields[0].tolist()}",
+            allowed="one state, or equal copies of one",
+            fix="pass one member: jax.tree.map(lambda leaf: leaf[0], opt_state)",
+        )
+    return LossScaleState(*(field.flat[0].item() for field in fields))

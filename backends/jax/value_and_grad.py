@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.backends.jax.casting import is_array, is_traced
-from polyamp.backends.jax.gradients import all_finite
+from polyamp.backends.jax.gradients import all_finite, note_scale
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
 from polyamp.backends.jax.graphs.rewrite import in_float32, name_of, run_rewritten
 from polyamp.backends.jax.modules import NnxArguments, is_nnx_module, trained_in, with_trained
@@ -51,7 +51,7 @@ def value_and_grad(
         ``opt_state`` is any pytree that holds the state of one wrapped optimizer. ``params`` is any pytree: dicts,
         NamedTuples, equinox modules, or a flax ``nnx.Module``, whose other variables are updated in place, as are
         NNX objects among the other arguments (``nnx.Rngs``, metrics); statistics do not change if the gradients are not
-        finite. ``loss`` is f32[]; ``aux`` is what ``fun`` returned.
+        finite. ``loss`` is f32[] (f64[] if ``fun`` returns that); ``aux`` is what ``fun`` returned.
         ``grads`` has the structure of ``params`` and each parameter's dtype, with None for leaves without a gradient
         (integers, functions, Python numbers).
 
@@ -83,7 +83,7 @@ def unreported(
     wanted = positions(argnums, where="value_and_grad(fun, argnums=)", at_least=1)
 
     def transformed(opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
-        state, places = find_state(opt_state), _places(wanted, len(args))
+        state, places = find_state(opt_state, args), _places(wanted, len(args))
         if name is None:
             chosen = bound or current_policy()
         else:
@@ -113,6 +113,7 @@ def unreported(
         trained = [trained_in(args[place]) for place in places]
         (_, (loss, aux, changes)), grads = jax.value_and_grad(scaled_loss, has_aux=True)(trained)
         _report_non_finite(loss, state.settings, chosen.compute)
+        note_scale(grads, state.scalars.scale)
         finite = all_finite(grads) if state.settings.check and jax.tree.leaves(changes) else True
         objects.accept(changes, finite)
         return ((loss, aux) if has_aux else loss), grads[0] if isinstance(argnums, int) else tuple(grads)
@@ -136,7 +137,7 @@ def _places(wanted: tuple[int, ...], count: int) -> list[int]:
 
 
 def scale_loss(loss: Any, holder: Any) -> jax.Array:
-    """Return the loss in float32 times the current loss scale, for a loop that calls ``jax.grad`` itself.
+    """Return the loss, in float32 or wider, times the current loss scale, for a loop that calls ``jax.grad`` itself.
 
     >>> import optax, polyamp
     >>> opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init(jnp.ones(2))
@@ -187,7 +188,7 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
 
 
 def _checked_loss(loss: Any) -> jax.Array:
-    """Return the loss as f32[]."""
+    """Return the loss as f32[], or as f64[] if it is one."""
     if isinstance(loss, float):
         loss = jnp.float32(loss)
     if not (is_array(loss) and jnp.issubdtype(loss.dtype, jnp.floating)):
@@ -201,7 +202,7 @@ def _checked_loss(loss: Any) -> jax.Array:
             allowed="shape ()",
             fix="reduce it, for example with .mean()",
         )
-    return jnp.asarray(loss, jnp.float32)
+    return jnp.asarray(loss, jnp.promote_types(loss.dtype, jnp.float32))
 
 
 def _report_non_finite(loss: jax.Array, settings: LossScale, compute: str | None) -> None:

@@ -80,6 +80,8 @@ class Facts:
     losses: tuple[ClassLoss, ...] = ()  # softmaxes and cross-entropies, with their numbers of classes and rows
     unscaled: tuple[str, ...] = ()  # places of updates that unscale the gradients of a loss that was never scaled
     clipped: tuple[str, ...] = ()  # places where gradients are clipped while they are scaled
+    divided: tuple[str, ...] = ()  # places where gradients are unscaled by hand before an update that unscales them
+    mixed: tuple[str, ...] = ()  # places of updates that divide by another loss scale than that of the gradients
 
 
 class Finding(NamedTuple):
@@ -316,6 +318,21 @@ CHECKS = {
         lambda facts: [_at(facts.clipped)] if facts.clipped else [],
         "gradients are clipped while they are scaled: the limit does not include the loss scale",
         "leave the clipping out, and give polyamp.wrap_optimizer(..., max_grad_norm=); or clip unscaled gradients",
+    ),
+    "unscaled-twice": Check(
+        "error",
+        lambda facts: [_at(facts.divided)] if facts.divided else [],
+        "gradients are divided by the loss scale, and the wrapped optimizer divides them again: updates are too small "
+        "by that factor",
+        "leave the division out: the wrapped optimizer unscales",
+    ),
+    "other-scale": Check(
+        "error",
+        lambda facts: [_at(facts.mixed)] if facts.mixed else [],
+        "gradients are divided by another loss scale than the one that they were made at: the scale can change in "
+        "every update, and each optimizer has its own",
+        "update before the next gradients are made; differentiate each loss with the state of the optimizer that "
+        "steps; multiply gradients that are kept by the new scale over their own",
     ),
     "layers-not-scaled": Check(  # source: Keras 3, Trainer.compile(auto_scale_loss=), looks at the model's policy alone
         "error",

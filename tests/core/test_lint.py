@@ -42,6 +42,8 @@ FOUND = {
     "optimizer-not-wrapped": [facts(optimizer="plain")],
     "unscaled-loss": [facts(optimizer="wrapped", unscaled=("train.py:12",))],
     "clipped-scaled": [facts(optimizer="wrapped", clipped=("train.py:14",))],
+    "unscaled-twice": [facts(optimizer="wrapped", divided=("train.py:15",))],
+    "other-scale": [facts(optimizer="wrapped", mixed=("train.py:16",))],
     "layers-not-scaled": [facts(optimizer="plain", layer_policies=(("dense_1", "mixed_float16"),))],
     "stuck-loss": [
         facts(UNCHECKED, losses=(ClassLoss("head", 2000, 32768),)),

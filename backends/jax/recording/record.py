@@ -20,7 +20,7 @@ from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.recording.counting import Sample, spread_of
 from polyamp.backends.jax.recording.replay import Replay
 from polyamp.backends.jax.recording.values import Place, Record
-from polyamp.backends.jax.state import find_state, holds_state, initial_scalars, state_type
+from polyamp.backends.jax.state import initial_scalars, state_type, states_in
 from polyamp.backends.jax.value_and_grad import unreported
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.policies import Policy
@@ -151,10 +151,8 @@ def traced_step(
         elif not differentiates:
             trace = _Trace(step, args, given, policy)
     closed, arrays = trace.program.closed, trace.program.arrays
-    index = None
-    if holds_state((args, given)):
-        own = find_state((args, given)).scalars.scale
-        index = next((place for place, array in enumerate(arrays) if array is own), None)
+    own = [state.scalars.scale for state in states_in((args, given))]
+    index = next((place for place, array in enumerate(arrays) if any(array is one for one in own)), None)
     found = jax.tree.leaves_with_path(args)
     floating = tuple((gradients.name_of(path[1:]), leaf.shape) for path, leaf in found if is_floating(leaf))
     return TracedStep(closed, differentiates, index, trace.loss_index, floating), arrays

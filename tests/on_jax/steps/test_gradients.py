@@ -185,6 +185,55 @@ def test_state_without_one_loss_scale_is_refused(state: Any) -> None:
         value_and_grad(mean_product, POLICY)(state, PARAMS, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        ((PARAMS, STATE, 1.0), "swap the arguments"),
+        ((STATE._asdict(), PARAMS, 1.0), "restore the checkpoint with a target"),
+    ],
+    ids=["swapped", "a dict from orbax"],
+)
+def test_what_was_meant_is_told(arguments: Any, fix: str) -> None:
+    with pytest.raises(polyamp.errors.UsageError, match=fix):
+        value_and_grad(mean_product, POLICY)(*arguments)
+
+
+def test_float64_is_left_to_arrays() -> None:
+    with pytest.raises(polyamp.errors.UnsupportedError, match='use policy\\("float32"\\)'):
+        value_and_grad(mean_product, "float64")(STATE, PARAMS, 1.0)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", POLICY])
+def test_a_float64_loss_stays_float64(policy: Any) -> None:
+    with jax.enable_x64(True):
+        weights = jnp.array([1 + 2.0**-40], jnp.float64)
+        loss, grads = value_and_grad(lambda w: (w * w).sum(), policy)(STATE, weights)
+        assert loss == (1 + 2.0**-40) ** 2
+        assert scale_loss(loss, STATE) == loss * SCALE
+        assert (loss.dtype, grads.dtype) == (np.float64, np.float64)
+
+
+def updated_twice(state: Any, params: Any, gradients: Any) -> Any:
+    """Update twice with the gradients of the first state."""
+    _, after = GROWING.update(gradients, state, params)
+    return GROWING.update(gradients, after, params)
+
+
+GROWING = polyamp.wrap_optimizer(optax.sgd(1.0), POLICY, loss_scale=polyamp.LossScale(init=8.0, interval=1))
+
+
+def test_gradients_of_another_loss_scale_are_refused() -> None:
+    params, differentiated = jnp.ones(2), value_and_grad(lambda p, *_: p.sum(), POLICY, argnums=(0, 1))
+    state = GROWING.init(params)
+    _, (first, second) = differentiated(state, params, params)
+    for use in (lambda: updated_twice(state, params, first), lambda: TX.update(second, TX.init(params), params)):
+        with pytest.raises(polyamp.errors.UsageError, match="made at another loss scale"):
+            use()
+    _, after = GROWING.update(first, state, params)
+    updates, _ = GROWING.update(first * (after.loss_scale / state.loss_scale), after, params)
+    assert updates.tolist() == [-1, -1]
+
+
 # Which arguments are differentiated.
 
 

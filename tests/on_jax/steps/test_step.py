@@ -87,6 +87,26 @@ def test_updates_lead_to_the_rounded_masters(grads: list[float]) -> None:
     )
 
 
+@pytest.mark.parametrize("by", ["update", "apply_gradients"])
+@pytest.mark.parametrize("half", [jnp.float16, jnp.bfloat16])
+def test_masters_follow_what_is_written_to_parameters(half: Any, by: str) -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(2.0**-12), "float16", loss_scale=polyamp.LossScale.fixed(1.0))
+
+    def step(weights: Any, state: Any, gradient: float = 1.0) -> Any:
+        grads = jnp.full(3, gradient, half)
+        if by == "apply_gradients":
+            return apply_gradients(tx, grads, state, weights)
+        updates, state = tx.update(grads, state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    weights, state = step(jnp.array([1.0, -1.0, 4.0], half), tx.init(jnp.array([1.0, -1.0, 4.0], half)))
+    weights = weights.at[0].set(0.5).at[2].set(-0.0)
+    assert bits(step(weights, state, jnp.inf)) == bits((weights, step(weights, state, jnp.inf)[1]))
+    weights, state = jax.jit(step)(weights, step(weights, state, jnp.inf)[1])
+    assert state.master_weights.tolist() == [0.5 - 2.0**-12, -1 - 2.0**-11, -(2.0**-12)]  # -1 was not written to
+    assert bits(weights) == bits(state.master_weights.astype(half))
+
+
 @pytest.mark.parametrize("scale", [2.0**-126, 2.0**-14, 1.0, 2.0**24, 2.0**126, 2.0**127])
 def test_unscaling_is_exact_at_every_power_of_two(scale: float) -> None:
     tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=polyamp.LossScale.fixed(scale))

@@ -1,9 +1,7 @@
 """`polyamp run`: run a script as Python would, supply what it lacks, and under a policy train it in 16 bits.
 
-Functions in the entry-point group ``polyamp.scripts`` do it, one for each package that a script may import:
-
-    import torch  ->  Python imports torch, and then `begin(session)` of the torch adapter replaces parts of it
-    import apex   ->  is not installed: the function returns modules of that name, and the script gets them
+A function in the entry-point group ``polyamp.scripts`` does it for each package that a script may import: after
+``import torch`` it replaces parts of torch; in place of ``import apex``, which is not installed, it returns modules.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ import functools
 import runpy
 import sys
 import sysconfig
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -33,23 +30,22 @@ _PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdli
 _MISSING = object()
 
 
-class Session:
-    """One run: its policy, what it changed, and what its report is made of."""
+class Session(ExitStack):
+    """One run: its policy, what it changed, and what its report is made of. When it ends, all is as it was before."""
 
     def __init__(self, policy: Policy | None = None) -> None:
+        super().__init__()
         self.policy = policy
         self.holders: list[Any] = []  # wrapped optimizers and scalers, whose health is reported
-        self.interfaces: list[dict[str, str]] = []  # mixed precision of the script's own, and the lines that use it
+        self.interfaces: dict[str, str] = {}  # mixed precision of the script's own, and the line that first used it
         self.supplied: list[str] = []
+        self.unchecked: set[str] = set()  # why nothing tests the gradients of a loop
         self.operations = Counter[tuple[str, str]]()  # names and formats of what ran
         self.refusal: UsageError | None = None  # stays here if the script catches it
-        self.undo = ExitStack()
 
     def found(self, interface: str) -> None:
         """Record that the script uses mixed precision of its own; refuse it under a policy."""
-        one = {"interface": interface, "where": script_line()}
-        if one not in self.interfaces:
-            self.interfaces.append(one)
+        self.interfaces.setdefault(interface, script_line())
         if self.policy is not None:
             self.refuse(
                 "the script has mixed precision of its own",
@@ -72,25 +68,29 @@ class Session:
         before = vars(owner).get(name, _MISSING)
         setattr(owner, name, value)
         gone = before is _MISSING
-        self.at_end(lambda: delattr(owner, name) if gone else setattr(owner, name, before))
+        self.callback(lambda: delattr(owner, name) if gone else setattr(owner, name, before))
 
     def check_calls(
-        self, owner: Any, name: str, check: Callable[..., object], by: Callable[[str], bool] = lambda file: True
+        self, owner: Any, name: str, check: Callable[..., object], by: Callable[[str], bool] | None = None
     ) -> None:
         """Call a check before a function, where code of a file calls it for which ``by`` returns True."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            if by(sys._getframe(1).f_code.co_filename):
+            if by is None or by(sys._getframe(1).f_code.co_filename):
                 check(*args, **kwargs)
             return original(*args, **kwargs)
 
         self.replace(owner, name, checked)
 
-    def at_end(self, undo: Callable[[], object]) -> None:
-        """Call a function after the run and its report, in the reverse order of these calls."""
-        self.undo.callback(undo)
+    def refuse_calls(
+        self, owner: Any, *names: str, what: str, fix: str, by: Callable[[str], bool] | None = None
+    ) -> None:
+        """Refuse scripts that call these functions; see `check_calls`."""
+        for name in names:
+            refuse = functools.partial(self.refuse, what, found=f"{owner.__name__}.{name}", fix=fix)
+            self.check_calls(owner, name, lambda *_, refuse=refuse, **__: refuse(), by)
 
 
 _current: Session | None = None
@@ -113,7 +113,7 @@ def running(session: Session) -> Iterator[Session]:
     global _current
     before, _current = _current, session
     try:
-        with session.undo:
+        with session:
             yield session
     finally:
         _current = before
@@ -137,7 +137,7 @@ def _frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-class Finder(MetaPathFinder):
+class Finder(MetaPathFinder, Loader):
     """Finds modules as Python does; supplies missing ones, and calls the functions of ``polyamp.scripts``."""
 
     def __init__(self, session: Session) -> None:
@@ -148,7 +148,7 @@ class Finder(MetaPathFinder):
     def install(self) -> None:
         """Become the first finder until the session ends, and begin with what was imported before."""
         sys.meta_path.insert(0, self)
-        self._session.at_end(functools.partial(sys.meta_path.remove, self))
+        self._session.callback(sys.meta_path.remove, self)
         for root in self._roots & sys.modules.keys():
             self._begin(root, self._entries.pop(root))
 
@@ -158,19 +158,30 @@ class Finder(MetaPathFinder):
         """Return what the other finders find, or the spec of a module that polyamp supplies."""
         others = [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
         spec = next((spec for one in others if (spec := one.find_spec(fullname, path, target)) is not None), None)
-        is_missing = spec is None or spec.origin is None  # a folder without code, such as a checkout, is not a package
         entry = self._entries.pop(fullname, None)
-        if spec is not None and not is_missing and entry is not None:
-            self._begin_after(spec.loader, fullname, entry)
-        if is_missing and fullname.partition(".")[0] in self._roots and self._is_for_the_script(fullname):
+        if spec is not None and spec.origin is not None:
+            if entry is not None:
+                self._begin_after(spec.loader, fullname, entry)
+            return spec
+        # Nothing, or a folder without code, such as a checkout, which is not a package.
+        if fullname.partition(".")[0] in self._roots and self._is_for_the_script(fullname):
             with suppress(ImportError):
                 self._modules |= (entry.load()(self._session) if entry is not None else None) or {}
-            if (module := self._modules.get(fullname)) is not None:
+            if fullname in self._modules:
                 self._session.supplied.append(fullname)
-                self._session.at_end(lambda: sys.modules.pop(fullname, None))
+                self._session.callback(sys.modules.pop, fullname, None)
                 is_package = any(name.startswith(f"{fullname}.") for name in self._modules)
-                return ModuleSpec(fullname, _Loaded(module), is_package=is_package)
+                return ModuleSpec(fullname, self, is_package=is_package, loader_state=self._modules[fullname].__spec__)
         return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return a module that exists."""
+        return self._modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give a module its own spec back, which the import system has replaced."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state or module.__spec__
 
     def _begin_after(self, loader: Any, root: str, entry: EntryPoint) -> None:
         load = loader.exec_module
@@ -204,19 +215,6 @@ class Finder(MetaPathFinder):
         return False
 
 
-class _Loaded(Loader):
-    """Loads a module that exists."""
-
-    def __init__(self, module: ModuleType) -> None:
-        self._module, self._spec = module, module.__spec__
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return self._module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec or module.__spec__  # the import system has set another one
-
-
 def execute(target: str, arguments: Sequence[str], is_module: bool) -> None:
     """Run the code as ``__main__``, with its arguments and its folder on ``sys.path``."""
     file = Path(target).absolute()
@@ -229,9 +227,4 @@ def execute(target: str, arguments: Sequence[str], is_module: bool) -> None:
         else:
             runpy.run_path(str(file), run_name="__main__")
     finally:
-        # As Python does at its end: a thread of the script may still train. Idle workers of executors end later.
-        workers = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", ())
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon and thread not in workers:
-                thread.join()
         sys.argv, sys.path = before

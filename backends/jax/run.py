@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from polyamp.run import Session
@@ -11,15 +9,12 @@ from polyamp.run import Session
 
 def begin(session: Session) -> None:
     """Refuse a script that takes gradients of JAX, itself or by a library of layers."""
-    for name in ("grad", "value_and_grad", "vjp") if session.policy is not None else ():
-
-        def refuse(*_: Any, name: str = name, **__: Any) -> None:
-            session.refuse(
-                "a JAX script cannot be given a policy from outside: its functions are pure, and a loss scale is part "
-                "of its optimizer's state",
-                found=f"jax.{name}()",
-                fix="write tx = polyamp.wrap_optimizer(tx, policy); loss, grads = polyamp.value_and_grad(loss_fn, "
-                "policy)(opt_state, params, batch); updates, opt_state = tx.update(grads, opt_state, params)",
-            )
-
-        session.check_calls(jax, name, refuse)
+    if session.policy is not None:
+        session.refuse_calls(
+            jax,
+            *("grad", "value_and_grad", "vjp"),
+            what="a JAX script cannot be given a policy from outside: its functions are pure, and a loss scale is part "
+            "of its optimizer's state",
+            fix="write tx = polyamp.wrap_optimizer(tx, policy); loss, grads = polyamp.value_and_grad(loss_fn, "
+            "policy)(opt_state, params, batch); updates, opt_state = tx.update(grads, opt_state, params)",
+        )

@@ -1,7 +1,7 @@
 """`polyamp run` for TensorFlow: the removed graph rewrite for scripts that use it, and a policy for others.
 
-Under a policy, products run in 16 bits wherever they are. Where float16 needs a loss scale, Keras' own training step
-gets one, by the keras adapter; gradients that the script takes itself are refused.
+Under a policy, products run in 16 bits wherever they are. Keras' own training step scales its loss and skips, by the
+keras adapter. Gradients that the script takes itself are refused in float16; in bfloat16 the report says "not checked".
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from polyamp.flow import AS_WRITTEN
 from polyamp.policies import Policy
 from polyamp.run import Session, script_line
 
-_MOST_CALLS = 4096
 _WRITE = (
     "write opt = polyamp.wrap_optimizer(opt, policy); in the tape, with polyamp.autocast(policy): loss = ...; then "
     "scaled = polyamp.scale_loss(loss, opt) and tape.gradient(scaled, variables), without --policy. Or run it with "
@@ -36,7 +35,7 @@ def begin(session: Session) -> None:
     def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic") -> Any:
         session.found("tf.train.experimental.enable_mixed_precision_graph_rewrite")
         wrapped = graph_rewrite.enable_mixed_precision_graph_rewrite(opt, loss_scale)
-        session.at_end(lambda: autocast_everywhere(None))
+        session.callback(autocast_everywhere, None)
         if tf.executing_eagerly():
             session.holders.append(wrapped)
         return wrapped
@@ -48,32 +47,31 @@ def begin(session: Session) -> None:
     if policy is None:
         return
     autocast_everywhere(policy)
-    session.at_end(lambda: autocast_everywhere(None))
+    session.callback(autocast_everywhere, None)
     _record_products(session, policy)
-    if not policy.loss_scale.scales:
-        return
 
-    def refuse(*_: Any, **__: Any) -> None:
-        session.refuse("a loop of the script's own has to scale its loss itself", found="a gradient", fix=_WRITE)
+    def take_gradients(*_: Any, **__: Any) -> None:
+        if policy.loss_scale.scales:
+            session.refuse("a loop of the script's own has to scale its loss itself", found="a gradient", fix=_WRITE)
+        session.unchecked.add("the script takes them itself; polyamp.wrap_optimizer, in the script, checks them")
 
-    # Keras' own step scales the loss by the wrapped optimizer.
-    session.check_calls(tf.GradientTape, "gradient", refuse, by=lambda file: "-packages/keras/" not in file)
-    session.check_calls(tf, "gradients", refuse)
-    session.check_calls(tf.compat.v1.train.Optimizer, "__init__", refuse)
+    if policy.loss_scale.check:
+        # Keras' own step scales the loss, and skips, by the wrapped optimizer.
+        session.check_calls(tf.GradientTape, "gradient", take_gradients, by=lambda file: "-packages/keras/" not in file)
+        session.check_calls(tf, "gradients", take_gradients)
+        session.check_calls(tf.compat.v1.train.Optimizer, "__init__", take_gradients)
 
 
 def _record_products(session: Session, policy: Policy) -> None:
     """Report the products of the script, each place once, and the formats that they ran in."""
-    lowering, seen, calls = lowering_of(policy), set[tuple[str, str, bool]](), iter(range(_MOST_CALLS))
+    lowering, seen = lowering_of(policy), set[tuple[str, str, bool]]()
 
     def note(operation: Operation, lowered: bool) -> None:
-        if next(calls, None) is None:  # eager code repeats its products in each step
-            return
         place = (operation.native, scope_path() or script_line(), lowered)
-        if place not in seen:
+        if place not in seen:  # eager code repeats its products in each step
             seen.add(place)
             session.operations[operation.canonical, policy.compute if lowered else AS_WRITTEN] += 1
 
     if lowering is not None:
         lowering.observer = note
-        session.at_end(lambda: setattr(lowering, "observer", None))
+        session.callback(setattr, lowering, "observer", None)

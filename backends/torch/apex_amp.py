@@ -305,7 +305,7 @@ def _turned_on(handle: AmpHandle | None) -> AmpHandle:
     else:
         handle.enter()
     if (session := current()) is not None:
-        session.at_end(handle._deactivate)
+        session.callback(handle._deactivate)
     return handle
 
 

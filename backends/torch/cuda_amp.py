@@ -169,7 +169,7 @@ def _module(session: Session, name: str) -> ModuleType:
         module = ModuleType(name, f"The names of `{name}`, on polyamp.")
         module.__path__ = []
         sys.modules[name] = module
-        session.at_end(functools.partial(sys.modules.pop, name, None))
+        session.callback(sys.modules.pop, name, None)
         parent, _, last = name.rpartition(".")
         session.replace(sys.modules[parent], last, module)
         return module

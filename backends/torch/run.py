@@ -7,20 +7,19 @@ Under a policy, three parts of torch are replaced until the run ends:
     torch.autograd.backward    the loss is scaled, and hooks on the leaves that it reaches unscale their gradients
 
 So the script only sees float32 losses and unscaled gradients, and its own clipping, accumulation and logging are right.
-The loss scale is a power of two, so nothing is rounded. What is not finite becomes NaN, which survives clipping and
-adding; the step finds it, and is skipped. What this would be wrong for is refused.
+What is not finite becomes NaN, which survives clipping and adding; the step finds it, and is skipped. bfloat16 goes the
+same way with a scale of 1. What this would be wrong for is refused.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import ModuleType
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -29,18 +28,19 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import polyamp
-from polyamp.backends.torch import apex, cuda_amp, unstable
+from polyamp.backends.torch import cuda_amp, unstable
 from polyamp.backends.torch.attached import Attached, attach, detach
 from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.recording.mode import operator_of
+from polyamp.backends.torch.scale import LossScalers
 from polyamp.backends.torch.user_code import is_users
 from polyamp.policies import Policy
 from polyamp.run import Session, current
 
 _MOST_MODULES = 8  # outermost modules whose first forward pass is recorded
-_BFLOAT16 = "use --policy mixed_bfloat16, which needs no loss scale"
+_BFLOAT16 = "use --policy mixed_bfloat16, which scales nothing"
 
 _OWN_PRECISION: list[tuple[Any, str, str]] = [
     (torch.autocast, "__init__", "torch.amp.autocast"),
@@ -50,18 +50,10 @@ _OWN_PRECISION: list[tuple[Any, str, str]] = [
     (polyamp, "autocast", "polyamp.autocast"),
     (polyamp, "wrap_optimizer", "polyamp.wrap_optimizer"),
 ]
-_SEE_GRADIENTS: list[tuple[Any, str]] = [
-    (Tensor, "register_hook"),
-    (Tensor, "retain_grad"),
-    (nn.Module, "register_backward_hook"),
-    (nn.Module, "register_full_backward_hook"),
-    (nn.Module, "register_full_backward_pre_hook"),
-]
-
-
-def supply_apex(session: Session) -> dict[str, ModuleType]:
-    """Return the modules of Apex that polyamp has, for scripts that import it where it is not installed."""
-    return apex.modules()
+_SEE_GRADIENTS: dict[Any, tuple[str, ...]] = {
+    Tensor: ("register_hook", "retain_grad"),
+    nn.Module: ("register_backward_hook", "register_full_backward_hook", "register_full_backward_pre_hook"),
+}
 
 
 def begin(session: Session) -> None:
@@ -79,33 +71,28 @@ def begin(session: Session) -> None:
     if policy.compute not in ("float16", "bfloat16"):
         return
     for owner, name, interface in _OWN_PRECISION:
-
-        def check(*_: Any, interface: str = interface, enabled: bool = True, **__: Any) -> None:
-            if enabled:
-                session.found(interface)
-
-        session.check_calls(owner, name, check, by=is_users)
+        session.check_calls(owner, name, partial(_find, session, interface), by=is_users)
     _run_models_under(session, policy)
-    if not policy.loss_scale.scales:
-        return
-    for owner, name in _SEE_GRADIENTS:
-
-        def refuse(*_: Any, name: str = f"{owner.__name__}.{name}", **__: Any) -> None:
-            session.refuse(
-                "this looks at gradients inside the backward pass, where they are scaled",
-                found=name,
-                fix=f"{_BFLOAT16}; or look at them after backward()",
-            )
-
-        session.check_calls(owner, name, refuse, by=is_users)
-    _attach_optimizers(session, policy)
-    _scale_losses(session)
+    for owner, names in _SEE_GRADIENTS.items() if policy.loss_scale.scales else ():
+        session.refuse_calls(
+            owner,
+            *names,
+            what="this looks at gradients inside the backward pass, where they are scaled",
+            fix=f"{_BFLOAT16}; or look at them after backward()",
+            by=is_users,
+        )
+    if policy.loss_scale.check:
+        _attach_optimizers(session, policy)
+        _scale_losses(session, policy)
 
 
-def _refuse_low(session: Session, values: Any, what: str) -> None:
-    """Refuse 16-bit tensors that the script itself made."""
-    if any(isinstance(one, Tensor) and one.dtype in SIXTEEN_BIT for one in values):
-        session.found(f"{what} in 16 bits")
+def _find(session: Session, interface: str, *_: Any, enabled: bool = True, **__: Any) -> None:
+    if enabled:
+        session.found(interface)
+
+
+def _is_low(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT
 
 
 # The forward pass.
@@ -118,7 +105,7 @@ def _run_models_under(session: Session, policy: Policy) -> None:
     original: Callable[..., Any] = nn.Module.__call__
     here, recorded = threading.local(), set[int]()
 
-    @functools.wraps(original)
+    @wraps(original)
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_inner = torch.compiler.is_compiling() or getattr(here, "is_inside", False) or unstable.running_task() != -1
         if is_inner or next(module.parameters(), None) is None:
@@ -128,32 +115,36 @@ def _run_models_under(session: Session, policy: Policy) -> None:
     @unstable.never_compiled
     def in_a_region(module: nn.Module, args: Any, kwargs: Any) -> Any:
         session.check()
-        _refuse_low(session, leaves((args, kwargs)), "inputs of a model")
+        if any(map(_is_low, leaves((args, kwargs)))):
+            session.found("inputs of a model in 16 bits")
         with ExitStack() as stack:
             here.is_inside = True
             stack.callback(setattr, here, "is_inside", False)
             if id(module) not in recorded and len(recorded) < _MOST_MODULES:
                 recorded.add(id(module))
-                _refuse_low(session, module.parameters(), "parameters")
+                if any(map(_is_low, module.parameters())):
+                    session.found("parameters in 16 bits")
                 if "torch._dynamo" in sys.modules:  # compiled modules run eagerly once, so that operations are seen
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(_Recorder(session.operations))
             stack.enter_context(polyamp.autocast(policy, backend="torch"))
             out = original(module, *args, **kwargs)
-        return map_leaves(widened, out, others=functools.partial(refuse_hidden, type(module).__name__))
-
-    def widened(leaf: Any) -> Any:
-        return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in SIXTEEN_BIT else leaf
-
-    def refuse_hidden(name: str, leaf: Any) -> None:
-        if any(isinstance(one, Tensor) and one.dtype in SIXTEEN_BIT for one in getattr(leaf, "__dict__", {}).values()):
-            session.refuse(
-                f"{name} returns 16-bit tensors in an object, and the script expects float32",
-                found=f"{type(leaf).__module__}.{type(leaf).__qualname__}",
-                fix="return tensors, or make the object outside the module",
-            )
+        return map_leaves(_in_float32, out, others=partial(_refuse_hidden, session, type(module).__name__))
 
     session.replace(nn.Module, "__call__", call)
+
+
+def _in_float32(leaf: Any) -> Any:
+    return leaf.float() if _is_low(leaf) else leaf
+
+
+def _refuse_hidden(session: Session, name: str, leaf: Any) -> None:
+    if any(map(_is_low, getattr(leaf, "__dict__", {}).values())):
+        session.refuse(
+            f"{name} returns 16-bit tensors in an object, and the script expects float32",
+            found=f"{type(leaf).__module__}.{type(leaf).__qualname__}",
+            fix="return tensors, or make the object outside the module",
+        )
 
 
 class _Recorder(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
@@ -179,19 +170,20 @@ class _Recorder(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
 class _Unscaled(Attached):
     """An optimizer of a script that steps from gradients that are unscaled already."""
 
-    first: LossScaledOptimizer | None = None  # whose loss scale all optimizers of the script share
-
     @staticmethod
     def polyamp_step(wrapper: LossScaledOptimizer, closure: Any, **kwargs: Any) -> Any:
-        session, first = current(), _Unscaled.first
-        if session is not None:
+        if (session := current()) is not None:
             session.check()
-        if first is not None and wrapper.scalers is not first.scalers:  # those of a copied optimizer
-            wrapper.share_scales(first)
+            wrapper.scalers = _scalers(session) or wrapper.scalers  # a copied optimizer has others
         if closure is None and not wrapper.may_have_gradients:
             return None
         wrapper.forget_gradients()  # which a script need not do: it may step twice from the same gradients
         return wrapper.step(closure, scaled=False, **kwargs)
+
+
+def _scalers(session: Session) -> LossScalers | None:
+    """Return the loss scales that all optimizers of the script share; None before the first one."""
+    return next((one.scalers for one in session.holders if isinstance(one, LossScaledOptimizer)), None)
 
 
 def _attach_optimizers(session: Session, policy: Policy) -> None:
@@ -202,7 +194,7 @@ def _attach_optimizers(session: Session, policy: Policy) -> None:
         if original is None or issubclass(kind, LossScaledOptimizer | Attached):
             return
 
-        @functools.wraps(original)
+        @wraps(original)
         def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
             original(optimizer, *args, **kwargs)
             if type(optimizer).__init__ is init:  # the constructors of bases come before it
@@ -228,49 +220,39 @@ def _attach_optimizers(session: Session, policy: Policy) -> None:
         watch(kind)
     init_subclass = Optimizer.__init_subclass__
     session.replace(Optimizer, "__init_subclass__", classmethod(watch_subclass))
-    session.at_end(register_optimizer_step_pre_hook(check_step).remove)
+    session.callback(register_optimizer_step_pre_hook(check_step).remove)
 
 
-def _attach(optimizer: Optimizer, session: Session, policy: Policy) -> None:
-    if held := [type(one).__name__ for one in vars(optimizer).values() if isinstance(one, Optimizer)]:
+def _attach(optimizer: Any, session: Session, policy: Policy) -> None:
+    held = [type(one).__name__ for one in vars(optimizer).values() if isinstance(one, Optimizer)]
+    if held and policy.loss_scale.scales:
         session.refuse(
             "this optimizer steps another one, so that a skipped step cannot be undone as a whole",
             found=f"{type(optimizer).__name__} around {held[0]}",
-            fix=f"{_BFLOAT16} and skips nothing",
+            fix=_BFLOAT16,
         )
     wrapper = attach(optimizer, policy, kind=_Unscaled)
     weak = weakref.ref(optimizer)
-    session.at_end(lambda: detach(weak()))
-    if _Unscaled.first is None:
-        session.replace(_Unscaled, "first", wrapper)
+    session.callback(lambda: detach(weak()))
+    if (shared := _scalers(session)) is None:
         session.holders.append(wrapper)
     else:
-        wrapper.share_scales(_Unscaled.first)
+        wrapper.scalers = shared
 
 
-def _scale_losses(session: Session) -> None:
+def _scale_losses(session: Session, policy: Policy) -> None:
     """Scale the losses of backward passes, and unscale the gradients of the leaves that they reach."""
     original, lock, hooked = torch.autograd.backward, threading.Lock(), set[Tensor]()
 
-    @functools.wraps(original)
-    def backward(
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        grad_variables: Any = None,
-        inputs: Any = None,
-    ) -> None:
+    @wraps(original)
+    def backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         session.check()
-        if not any(loss.requires_grad for loss in losses):
-            original(losses, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
-            return
         scale, is_inner = scale_for(inputs), unstable.running_task() != -1
         with nullcontext() if is_inner else lock, unscaling(losses, scale):
             if not is_inner:  # else it is checkpointing's, whose leaves the outer pass does not reach
                 losses = [loss * torch.where(loss.isfinite().all(), scale, float("inf")) for loss in losses]
-            original(losses, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            original(losses, *args, inputs=inputs, **kwargs)
 
     @contextmanager
     def unscaling(losses: Sequence[Tensor], scale: float) -> Iterator[None]:
@@ -285,20 +267,24 @@ def _scale_losses(session: Session) -> None:
                 handle.remove()
 
     def scale_for(inputs: Any) -> float:
+        shared, scales = _scalers(session), policy.loss_scale.scales
         wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
-        if not all(one.is_leaf for one in wanted):
+        if scales and not all(one.is_leaf for one in wanted):
             session.refuse(
                 "backward(inputs=) asks for gradients of tensors that are not leaves, and would leave them scaled",
                 fix=_BFLOAT16,
             )
-        if _Unscaled.first is None:
+        if scales and shared is None:
             session.refuse(
                 "a backward pass before any optimizer exists: the script may update parameters by itself, and nothing "
                 "would skip the updates in which float16 overflows",
                 found="no torch.optim.Optimizer",
                 fix=f"make the optimizer first, or {_BFLOAT16}",
             )
-        return _Unscaled.first.loss_scale
+        if shared is None:
+            session.unchecked.add("a backward pass ran before any torch.optim.Optimizer existed")
+            return 1.0
+        return float(shared.main.state.scale)
 
     session.replace(torch.autograd, "backward", backward)
 
@@ -306,13 +292,12 @@ def _scale_losses(session: Session) -> None:
 def _leaves_of(losses: Sequence[Tensor]) -> set[Tensor]:
     """Return the leaves that a backward pass of these losses reaches, as far as the graph shows them."""
     found = {loss for loss in losses if loss.is_leaf and loss.requires_grad}
-    met = {loss.grad_fn for loss in losses if loss.grad_fn is not None}
-    waiting: list[Any] = list(met)
+    waiting: list[Any] = [loss.grad_fn for loss in losses]
+    met = {None}
     while waiting:
         node = waiting.pop()
-        if (leaf := getattr(node, "variable", None)) is not None:
-            found.add(leaf)
-        following = {after for after, _ in node.next_functions} - met - {None}
-        met |= following
-        waiting += following
+        if node not in met:
+            met.add(node)
+            found |= {node.variable} if hasattr(node, "variable") else set()
+            waiting += [following for following, _ in node.next_functions]
     return found

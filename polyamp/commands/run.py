@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from polyamp.commands.show import check_files
 from polyamp.diagnosis.health import health
 from polyamp.errors import InvalidValueError
 from polyamp.policies import Policy
@@ -48,13 +49,7 @@ def run(
             allowed="a Python file, or a folder with __main__.py; after -m the name of a module",
             fix="options of polyamp run come before the script, the script's own after it",
         )
-    if report is not None and not report.absolute().parent.is_dir():
-        raise InvalidValueError(
-            "the report cannot be written there",
-            where="polyamp run --report",
-            found=str(report),
-            allowed="a file in a folder that exists",
-        )
+    check_files(None if report is None else str(report))
     chosen = None if policy is None else make_policy(policy)
     hook, sys.excepthook = sys.excepthook, sys.__excepthook__  # typer's is not the one that a script expects
     try:
@@ -105,11 +100,19 @@ class _RunReport(Report):
     """Reports how a script ended, what it used, what ran in which format, and what went badly."""
 
     def __init__(self, session: Session, target: str, arguments: Sequence[str], error: BaseException | None) -> None:
-        self._session, self._script, self._arguments, self._error = session, target, list(arguments), error
+        self._session, self._script, self._arguments = session, target, list(arguments)
+        self._supplied = sorted(set(session.supplied))
         self._health = [health(one) for one in session.holders]
         self._ran: dict[str, dict[str, int]] = {}
         for (name, form), count in session.operations.most_common():
             self._ran.setdefault(name, {})[form] = count
+        self._exit = "ended" if error is None else f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            self._exit = f"exit code {code}"
+        if session.refusal is not None:
+            self._exit = "refused"
+        self._verdicts = list(self._find_verdicts()) if session.refusal is None else []
 
     def as_dict(self) -> dict[str, Any]:
         session = self._session
@@ -117,20 +120,20 @@ class _RunReport(Report):
             "script": self._script,
             "arguments": self._arguments,
             "policy": None if session.policy is None else str(session.policy),
-            "exit": self._exit(),
-            "supplied": sorted(set(session.supplied)),
-            "interfaces": session.interfaces,
+            "exit": self._exit,
+            "supplied": self._supplied,
+            "interfaces": [{"interface": one, "where": where} for one, where in session.interfaces.items()],
             "operations": self._ran,
             "health": [one.as_dict() for one in self._health],
             "refusal": None if session.refusal is None else str(session.refusal),
-            "verdicts": self._verdicts(),
+            "verdicts": self._verdicts,
         }
 
     def heading(self) -> str:
         session = self._session
-        lines = [f"polyamp run {self._script}: {self._exit()}; {session.policy or 'no policy'}"]
-        lines += [f"supplied: {', '.join(sorted(set(session.supplied)))}"] if session.supplied else []
-        lines += [f"used: {one['interface']} at {one['where']}" for one in session.interfaces]
+        lines = [f"polyamp run {self._script}: {self._exit}; {session.policy or 'no policy'}"]
+        lines += [f"supplied: {', '.join(self._supplied)}"] if self._supplied else []
+        lines += [f"used: {one} at {where}" for one, where in session.interfaces.items()]
         return "\n".join([*lines, *(f"loss scale: {one}" for one in self._health)])
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -138,30 +141,19 @@ class _RunReport(Report):
         return [("operation", "ran in"), *rows] if rows else []
 
     def sentences(self) -> list[str]:
-        return [f"verdict: {one}" for one in self._verdicts()]
+        return [f"verdict: {one}" for one in self._verdicts]
 
-    def _verdicts(self) -> list[str]:
-        session, verdicts = self._session, list[str]()
+    def _find_verdicts(self) -> Iterator[str]:
+        session, low = self._session, {"float16", "bfloat16"}
         for one in self._health:
             if one.steps and one.skipped == one.steps:
-                verdicts.append(f"All {one.steps:,} steps were skipped, so nothing was trained. {one.finding}")
+                yield f"All {one.steps:,} steps were skipped, so nothing was trained. {one.finding}"
             elif one.alarming:
-                verdicts.append(f"Loss scaling: {one.why}. {one.finding}")
-        low = {"float16", "bfloat16"}
-        wants_low = session.policy is not None and session.policy.compute in low and self._error is None
+                yield f"Loss scaling: {one.why}. {one.finding}"
+        yield from (f"Gradients were not checked: {why}." for why in session.unchecked)
+        wants_low = session.policy is not None and session.policy.compute in low and self._exit == "ended"
         if wants_low and not low & {form for _, form in session.operations}:
-            verdicts.append(
+            yield (
                 "Nothing ran in 16 bits: nothing changed. Processes that the script starts itself are not followed: "
                 "start them with torchrun."
             )
-        return verdicts if session.refusal is None else []
-
-    def _exit(self) -> str:
-        error = self._error
-        if error is None:
-            return "ended"
-        if isinstance(error, SystemExit):
-            return f"exit code {error.code if isinstance(error.code, int) else int(error.code is not None)}"
-        if error is self._session.refusal:
-            return "refused"
-        return f"{type(error).__name__}: {error}".strip().partition("\n")[0]

@@ -130,15 +130,6 @@ def test_the_scripts_own_hook_shows_its_error(capsys: pytest.CaptureFixture[str]
     assert sys.excepthook is before
 
 
-def test_a_thread_that_still_runs_is_part_of_the_script() -> None:
-    code = "import sys, threading, time\nfrom concurrent import futures\n"
-    code += "def work():\n    time.sleep(0.2)\n    open('done', 'w').close()\nthreading.Thread(target=work).start()\n"
-    idle = "pool = futures.ThreadPoolExecutor(1)\npool.submit(abs, 1).result()\nsys.modules['pool_of_tests'] = pool\n"
-    run_script(write("train.py", code + idle))
-    assert Path("done").exists()
-    sys.modules.pop("pool_of_tests").shutdown()  # type: ignore[attr-defined]  # it did not hold the run
-
-
 @pytest.mark.parametrize("name", ["absent.py", "empty"])
 def test_a_script_that_does_not_exist_is_refused(name: str) -> None:
     Path("empty").mkdir()

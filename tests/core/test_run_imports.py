@@ -175,7 +175,7 @@ def test_mixed_precision_of_its_own_is_reported_without_a_policy_and_refused_wit
     with running(Session()) as session:
         code = "from polyamp.run import found\n\n\nfound('gone.amp.start')\n"
         exec(compile(code, "/script/train.py", "exec"), {})
-        assert session.interfaces == [{"interface": "gone.amp.start", "where": "/script/train.py:4"}]
+        assert session.interfaces == {"gone.amp.start": "/script/train.py:4"}
     with running(Session(policy("mixed_float16"))), pytest.raises(UsageError, match="of its own"):
         found("gone.amp.start")
     assert current() is None

@@ -13,6 +13,7 @@
 """
 
 from polyamp.errors import missing
+from polyamp.rewriting import explain, rewrite
 
 try:
     import jax  # noqa: F401
@@ -22,7 +23,7 @@ except ModuleNotFoundError as error:
 from polyamp.backends.jax.adapter import adapter
 from polyamp.backends.jax.casting import cast
 from polyamp.backends.jax.gradients import apply_updates, select
-from polyamp.backends.jax.graphs.rewrite import autocast, explain, rewrite
+from polyamp.backends.jax.graphs.rewrite import autocast
 from polyamp.backends.jax.optimizer import apply_gradients, wrap_optimizer
 from polyamp.backends.jax.state import LossScaleOptState, check_limits
 from polyamp.backends.jax.value_and_grad import scale_loss, value_and_grad

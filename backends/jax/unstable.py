@@ -6,7 +6,6 @@ same. Differences between releases are handled here and nowhere else.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -148,12 +147,11 @@ def without_island(path: str) -> str:
 
 
 _TRACED = getattr(jax, "make_user_context", lambda default: lambda value: nullcontext())(None)  # not in JAX 0.9
-_TRACES = itertools.count()
 
 
-def traced_anew() -> AbstractContextManager[None]:
-    """Trace everything inside anew, even if ``jax.jit`` has an earlier trace of it."""
-    context: AbstractContextManager[None] = _TRACED(next(_TRACES))
+def traced_apart(number: int) -> AbstractContextManager[None]:
+    """Trace everything inside anew, even if ``jax.jit`` has a trace of it that was not made under this number."""
+    context: AbstractContextManager[None] = _TRACED(number)
     return context
 
 

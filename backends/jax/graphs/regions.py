@@ -7,6 +7,7 @@ scope, so that its equations can be found: those of the first region are in the 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -85,12 +86,18 @@ def current() -> Regions | None:
 def recorded(*, left_out: bool = False) -> Iterator[Regions]:
     """Record every region that is traced in this context, also in functions traced before; or leave it out."""
     regions = Regions(left_out=left_out)
-    token = _RECORDED.set(regions)
+    token, number = _RECORDED.set(regions), _NUMBERS.pop() if _NUMBERS else next(_NEW)
     try:
-        with unstable.traced_anew():
+        with unstable.traced_apart(number):
             yield regions
     finally:
         _RECORDED.reset(token)
+        if not (regions.found or left_out):
+            _NUMBERS.append(number)
+
+
+_NEW = itertools.count()
+_NUMBERS: list[int] = []  # of traces without a region: ``jax.jit`` keeps traces, and may use these again
 
 
 def plan_of_step(closed: Any, regions: Regions) -> Plan:

@@ -53,26 +53,6 @@ class Rewritten:
         return run_rewritten(self._fn, self._policy, args, kwargs, name=name_of(self._fn), argnums=self._argnums)
 
 
-def rewrite(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Rewritten:
-    """Return a function that runs under a policy, with its `Plan`.
-
-    >>> import jax.numpy as jnp
-    >>> fast = rewrite(lambda w, x: jnp.exp(x @ w), jnp.ones((2, 3)), jnp.ones((4, 2)), policy="mixed_float16")
-    >>> fast.plan.totals["by_format"], fast(jnp.zeros((2, 3)), jnp.ones((4, 2))).sum()
-    ({'float16': 1, 'float32': 1}, Array(12., dtype=float32))
-
-    Args:
-        fn: as for `autocast`.
-        *args: example arguments for the plan; without them the plan is made at the first call.
-        policy: a policy or its name, bound now; None is the current policy.
-        **kwargs: example keyword arguments.
-
-    Returns:
-        The function of `autocast`, with an attribute ``plan``.
-    """
-    return rewritten_for(fn, args, kwargs, make_policy(policy))
-
-
 def rewritten_for(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -81,34 +61,11 @@ def rewritten_for(
     *,
     argnums: int | Sequence[int] = 0,
 ) -> Rewritten:
-    """Rewrite a function whose parameters are at ``argnums``; see `rewrite`."""
+    """Rewrite a function whose parameters are at ``argnums``; see `polyamp.rewrite`."""
     rewritten = Rewritten(fn, policy, positions(argnums, where="rewrite(fn, argnums=)"))
     if args or kwargs:
         rewritten.explain_for(args, kwargs)
     return rewritten
-
-
-def explain(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Plan:
-    """Return a plan: the format of every operation of a function, and why. Nothing is computed.
-
-    >>> import jax.numpy as jnp
-    >>> plan = explain(lambda w, x: jnp.exp(x @ w), jnp.ones((2, 3)), jnp.ones((4, 2)), policy="mixed_float16")
-    >>> [(op.name, op.format, op.reason) for op in plan.operations]
-    [('matmul', 'float16', 'table'), ('exp', 'float32', 'table')]
-    >>> plan.totals["bytes_saved"], plan.totals["bytes_saved_float32"]
-    (76, 104)
-
-    Args:
-        fn: as for `autocast`.
-        *args: its arguments; a ``jax.ShapeDtypeStruct`` can replace an array.
-        policy: a policy or its name; None is the current policy.
-        **kwargs: its keyword arguments.
-
-    Returns:
-        A `Plan`. ``bytes_saved`` are the bytes that ``jax.vjp`` keeps for the floating-point arguments; None if ``fn``
-        cannot be differentiated.
-    """
-    return planned(fn, args, kwargs, make_policy(policy))
 
 
 def planned(
@@ -128,8 +85,10 @@ def planned(
     plan = PlanBuilder(own.at)
     interpreter = Interpreter(chosen, plan)
     jax.eval_shape(lambda arrays: program.run(interpreter, arrays), program.specs)
-    with regions.recorded(left_out=True):
-        plain = Program(*as_pure(fn, args, kwargs, places)[:4]) if own.found else program
+    plain = program
+    if own.found:
+        with regions.recorded(left_out=True):
+            plain = Program(*as_pure(fn, args, kwargs, places)[:4])
     return Plan(
         str(chosen),
         tuple(plan.operations),

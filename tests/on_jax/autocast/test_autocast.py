@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -107,7 +108,6 @@ def test_the_ways_to_write_it_agree() -> None:
         "backend": amp.autocast(mlp, BF16),
         "keyword": polyamp.autocast(mlp, policy=polyamp.policy(BF16)),
         "rewrite": polyamp.rewrite(mlp, MLP, X, policy=BF16),
-        "backend rewrite": amp.rewrite(mlp, MLP, X, policy=BF16),
         "partial": partial(polyamp.autocast(partial(mlp, MLP), BF16)),
         "jitted": polyamp.autocast(jax.jit(mlp), BF16),
     }
@@ -115,6 +115,18 @@ def test_the_ways_to_write_it_agree() -> None:
     assert len({float(result) for result in results}) == 1
     assert decorated.__name__ == "decorated"
     assert results[0] != mlp(MLP, X)
+
+
+def test_a_rewritten_function_that_is_gone_keeps_nothing() -> None:
+    def jaxprs() -> int:
+        gc.collect()
+        return sum(type(one).__name__ == "Jaxpr" for one in gc.get_objects())
+
+    counts = []
+    for _ in range(3):
+        polyamp.rewrite(lambda p, x: mlp(p, x), MLP, X, policy=BF16)(MLP, X)
+        counts.append(jaxprs())
+    assert counts[1] == counts[2]
 
 
 def test_the_current_policy_is_that_of_the_call() -> None:

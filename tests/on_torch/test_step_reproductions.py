@@ -488,6 +488,17 @@ def steps_on_scaled_gradients_by_hand(wrap: Any, p: Any) -> None:
 
 
 @right
+def unscales_gradients_by_hand_and_adds_a_loss(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    for scaled in (True, False):
+        p.grad = torch.full_like(p, 2.0 * opt.loss_scale if scaled else 2.0)
+        opt.unscale_(scaled=scaled)
+        opt.backward(S(p))
+        opt.step()
+        opt.zero_grad()
+
+
+@right
 def trains_a_generator_and_a_discriminator_that_clear_before_their_losses(wrap: Any, p: Any, q: Any) -> None:
     making, judging = wrap(sgd(p), loss_scale=GROWS), wrap(sgd(q), loss_scale=16.0)
     for _ in range(3):

@@ -35,6 +35,7 @@ def test_one_bad_value_in_any_gradient_sets_the_flag_to_exactly_one(
     last[2] = bad
     flag = gradients_of(torch.ones(2, dtype=dtype), torch.empty(0, dtype=dtype), last).unscale(HALF, simple=simple)
     assert flag.item() == 1.0
+    assert gradients_of(torch.ones(2, dtype=torch.float32), last).unscale(HALF, simple=simple).item() == 1.0
 
 
 def test_the_raw_gradient_is_tested_and_not_its_product() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
-from support.harness_torch import OPTIMIZERS, X, Y, contents, skipping_on_device
+from support.harness_torch import OPTIMIZERS, X, Y
 
 LOW = [torch.float16, torch.bfloat16]
 
@@ -48,61 +47,6 @@ def test_the_inner_optimizer_trains_float32_and_the_model_is_its_rounding(name: 
         assert torch.equal(param, master.to(param.dtype))
     moments = [value for state in opt.state.values() for value in state.values()]
     assert all(value.dtype == torch.float32 for value in moments)
-
-
-@pytest.mark.parametrize(("master_weights", "expected"), [(None, 0.9), (False, 1.0)])
-def test_updates_that_16_bits_round_away_add_up_in_masters(master_weights: bool | None, expected: float) -> None:
-    weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
-    plain = torch.optim.SGD([weight], lr=1e-4)
-    opt = polyamp.wrap_optimizer(plain, "bfloat16", master_weights=master_weights)
-    for _ in range(1000):
-        opt.zero_grad()
-        opt.backward(weight.float().sum())
-        opt.step()
-    assert weight.item() == pytest.approx(expected, abs=0.004)
-
-
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_skipped_step_leaves_masters_and_model_as_they_are(dtype: torch.dtype, on_device: bool) -> None:
-    model = low_model(dtype)
-    opt = skipping_on_device(LossScaledOptimizer(OPTIMIZERS["adamw_fused"](model.parameters())), on_device)
-    train(model, opt, 2)
-    before, low = contents(opt), copy.deepcopy(model.state_dict())
-    train(model, opt, 1, overflow=True)
-    assert contents(opt) == before
-    assert not opt.last_step
-    assert all(torch.equal(value, low[name]) for name, value in model.state_dict().items())
-
-
-def test_small_float16_gradients_survive_in_float32() -> None:
-    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
-    opt = polyamp.wrap_optimizer(torch.optim.SGD([weight], lr=1.0), loss_scale=LossScale())
-    opt.backward((weight.float() * 2.0**-30).sum())  # 0 in float16, and 2**-14 once scaled
-    opt.unscale_()
-    assert opt.param_groups[0]["params"][0].grad.tolist() == [2.0**-30] * 2
-
-
-def test_masters_are_clipped_after_they_are_unscaled() -> None:
-    model, other = low_model(torch.bfloat16), low_model(torch.bfloat16)
-    clips_itself = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "bfloat16", max_grad_norm=0.1)
-    opt = polyamp.wrap_optimizer(torch.optim.SGD(other.parameters(), lr=0.1), loss_scale=LossScale())
-    clip, step = opt.clip_grad_norm_, opt.step
-    opt.step = lambda: (clip(0.1), step())
-    train(model, clips_itself, 3)
-    train(other, opt, 3)
-    assert contents(opt) == contents(clips_itself)
-    assert not torch.equal(model[0].weight, low_model(torch.bfloat16)[0].weight)
-
-
-def test_zero_grad_clears_the_models_own_gradients() -> None:
-    model = low_model(torch.float16)
-    opt = polyamp.wrap_optimizer(OPTIMIZERS["sgd"](model.parameters()), loss_scale=LossScale())
-    train(model, opt, 1)
-    opt.zero_grad(set_to_none=False)
-    assert all(param.grad.count_nonzero() == 0 for param in model.parameters())
-    opt.zero_grad()
-    assert all(param.grad is None for param in model.parameters())
 
 
 def test_new_groups_get_masters_and_repeated_parameters_are_refused() -> None:

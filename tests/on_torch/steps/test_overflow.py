@@ -99,6 +99,16 @@ def test_a_step_that_the_device_skipped_is_explained_when_somebody_asks() -> Non
     assert opt.last_step.reason == "gradients were not finite"
 
 
+def test_one_loss_of_several_that_is_not_finite_is_the_reason() -> None:
+    net = model()
+    opt = optimizer_of_named(net)
+    for factor in (math.inf, 1.0):
+        with warnings.catch_warnings(action="ignore"):
+            opt.backward(net(torch.ones(2, 3)).mean() * factor)
+    opt.step()
+    assert opt.last_step.reason.startswith(NONFINITE_LOSS)
+
+
 def test_applied_steps_have_no_reason() -> None:
     net = model()
     opt = optimizer_of_named(net)

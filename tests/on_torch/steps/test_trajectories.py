@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import polyamp
@@ -198,29 +196,6 @@ def test_scales_that_are_no_powers_of_two(name: str, start: str) -> None:
     assert math.log2(ours.loss_scale) % 1 != 0
 
 
-@settings(max_examples=25)
-@given(
-    name=st.sampled_from(sorted(KINDS)),
-    start=st.sampled_from(sorted(STARTS)),
-    overflows=st.dictionaries(st.integers(1, 24), st.sampled_from([math.inf, -math.inf, math.nan])),
-    max_norm=st.sampled_from([None, 0.1, 10.0]),
-    micro_batches=st.integers(1, 2),
-)
-def test_any_pattern_of_overflows(
-    name: str, start: str, overflows: dict[int, float], max_norm: float | None, micro_batches: int
-) -> None:
-    start = start if KINDS[name].skips else start.removesuffix("-on-device")
-    models = [network(), network()]
-    plain = [KINDS[name].make(model.parameters()) for model in models]
-    loops = [start_native(plain[0], max_norm), STARTS[start](plain[1], max_norm)]
-    histories = [
-        train(model, loop, steps=range(25), overflows=overflows, micro_batches=micro_batches)
-        for model, loop in zip(models, loops, strict=True)
-    ]
-    same(*histories)
-    same(*map(state_of, plain))
-
-
 @pytest.mark.parametrize("start", STARTS)
 def test_the_whole_loop_with_autocast_is_the_native_one(start: str) -> None:
     def loss_in(region: Callable[[], Any]) -> Callable[[nn.Module, int], Tensor]:
@@ -256,29 +231,6 @@ def test_training_resumed_from_a_file_is_training_that_went_on(name: str, start:
         part.load_state_dict(saved)
     same(train(other_model, other_loop, steps=range(23, STEPS)), train(model, loop, steps=range(23, STEPS)))
     same(state_of(other_plain), state_of(plain))
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_five_hundred_nan_steps_and_recovery(start: str) -> None:
-    """The native scale reaches 0 in such a run; the next healthy step then writes NaN into every parameter."""
-    on_device = start == "wrapped-on-device"
-    model = network()
-    plain = KINDS["adamw-fused"].make(model.parameters())
-    scale = LossScale(interval=INTERVAL, on_min="ignore")
-    if start == "drop-in":
-        loop: Loop = ByGradScaler(GradScaler("cpu", loss_scale=scale), plain, 1.0)
-    else:
-        loop = skipping_on_device(LossScaledOptimizer(plain, scale, max_grad_norm=1.0), on_device)
-    train(model, loop, steps=range(3), overflows={})
-    healthy, state = copy.deepcopy(model), state_of(plain)
-    train(model, loop, steps=range(500), overflows=dict.fromkeys(range(500), math.nan))
-    assert loop.loss_scale == LossScale().min
-    same(list(model.parameters()), list(healthy.parameters()))
-    same(state_of(plain), state)
-    train(model, loop, steps=range(200), overflows={})
-    assert loop.loss_scale > 2.0**20
-    assert all(param.isfinite().all() for param in model.parameters())
-    assert loss_on(model, 0) < loss_on(healthy, 0)
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])

@@ -28,10 +28,6 @@ def first_loss(params: Weights) -> torch.Tensor:
     return (params["a"] * params["b"]).square().sum()
 
 
-def second_loss(params: Weights) -> torch.Tensor:
-    return (params["a"] - 3 * params["b"]).square().mean()
-
-
 def spoil(param: torch.Tensor) -> None:
     assert param.grad is not None
     param.grad[1] = math.inf
@@ -45,40 +41,43 @@ def scales(opt: LossScaledOptimizer) -> dict[Any, float]:
     return {loss_id: float(scaler.state.scale) for loss_id, scaler in {None: opt.scaler, **opt.scalers.others}.items()}
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-@pytest.mark.parametrize("overflow", [None, "first", "second"])
-def test_losses_with_scales_of_their_own_add_up_and_only_the_one_that_overflowed_backs_off(
-    overflow: str | None, on_device: bool
+@pytest.mark.parametrize(("fused_step", "on_device"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # without masters, and with them
+@pytest.mark.parametrize("ids", [(None, None, None), (None, "b", "c")])
+@pytest.mark.parametrize("unscales", [True, False])
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_an_overflow_in_any_part_skips_and_only_its_loss_scale_backs_off(
+    bad: int, unscales: bool, ids: tuple[Any, ...], dtype: torch.dtype, on_device: bool, fused_step: bool
 ) -> None:
-    plain, params = weights(), weights()
-    plain_opt = torch.optim.SGD(plain.values(), lr=0.125, momentum=0.5)
-    opt = skipping_on_device(
-        polyamp.wrap_optimizer(
-            torch.optim.SGD(params.values(), lr=0.125, momentum=0.5, fused=True),
-            "mixed_float16",
-        ),
-        on_device,
-    )
-    opt.scalers["second"].resume(opt.scaler.state._replace(scale=8.0))
-    for bad in (None, overflow, None):
-        opt.zero_grad()
-        opt.backward(first_loss(params))
-        if bad == "first":
-            spoil(params["a"])
-        opt.backward(second_loss(params), loss_id="second")
-        if bad == "second":
-            spoil(params["b"])
-        opt.step()
-        if bad is None:
-            plain_opt.zero_grad()
-            (first_loss(plain) + second_loss(plain)).backward()
-            plain_opt.step()
-    for name, param in params.items():
-        torch.testing.assert_close(param, plain[name], rtol=1e-6, atol=1e-7)
-    assert scales(opt) == {
-        None: 65536.0 / (2 if overflow == "first" else 1),
-        "second": 8.0 / (2 if overflow == "second" else 1),
-    }
+    weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 0.5], dtype=dtype))
+    inner, scale = torch.optim.SGD([weight], lr=1.0, fused=True), LossScale(init=8.0)
+    opt = skipping_on_device(LossScaledOptimizer(inner, scale, fused_step=fused_step), on_device)
+    opt.backward(weight.sum())
+    opt.step()  # so that kernels may skip
+    opt.zero_grad()
+    before, values = contents(opt), weight.detach().clone()
+    for place, loss_id in enumerate(ids):
+        opt.backward(weight.sum(), loss_id)
+        if place == bad:
+            weight.grad[1] = math.inf
+        if unscales:
+            opt.unscale_()
+    opt.step()
+    assert not opt.last_step.applied
+    assert contents(opt) == before
+    assert torch.equal(weight, values)
+    assert scales(opt) == {loss_id: 4.0 if loss_id == ids[bad] else 8.0 for loss_id in ids}
+
+
+@pytest.mark.parametrize("sparse_first", [True, False])
+def test_sparse_and_dense_gradients_add_up(sparse_first: bool) -> None:
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    opt = LossScaledOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), LossScale(init=8.0))
+    losses = [lambda: table(torch.tensor([1])).sum(), lambda: table.weight.sum()]
+    for loss in losses if sparse_first else losses[::-1]:
+        opt.backward(loss())
+        opt.unscale_()
+    assert table.weight.grad.to_dense().tolist() == [[1.0, 1.0], [2.0, 2.0], [1.0, 1.0], [1.0, 1.0]]
 
 
 @settings(max_examples=30, deadline=None)
@@ -109,64 +108,32 @@ def test_every_loss_id_goes_through_the_scales_of_an_optimizer_of_its_own(
         assert opt.scalers[name].state == states[name]
 
 
-def test_optimizers_wrapped_together_share_the_scale_of_their_loss() -> None:
-    params = weights()
-    first, second = polyamp.wrap_optimizer([torch.optim.SGD([params[name]], lr=0.1) for name in "ab"], "mixed_float16")
-    second.backward(first_loss(params))
-    spoil(params["b"])
-    before = contents(second)
-    first.step()
-    assert (bool(first.last_step), first.loss_scale) == (True, 65536.0)
-    second.step()
-    assert (bool(second.last_step), second.loss_scale, first.loss_scale) == (False, 32768.0, 32768.0)
-    assert contents(second) == before
-    assert first.scaler.state.skipped == 1
-
-
+@pytest.mark.parametrize("fused_step", [False, True])
 @pytest.mark.parametrize("on_device", [False, True])
-def test_an_overflow_that_two_optimizers_see_is_one_overflow(on_device: bool) -> None:
+@pytest.mark.parametrize("broken", ["a", "b", "ab"])
+@pytest.mark.parametrize("together", [True, False])
+def test_an_overflow_in_any_optimizer_of_a_loss_lowers_its_scale_once(
+    together: bool, broken: str, on_device: bool, fused_step: bool
+) -> None:
     params = weights()
     made = [torch.optim.SGD([params[name]], lr=0.1, fused=True) for name in "ab"]
-    opts = skipping_on_device(polyamp.wrap_optimizer(made, "mixed_float16"), on_device)
+    options = {"policy": "mixed_float16", "fused_step": fused_step}
+    opts = (
+        [*polyamp.wrap_optimizer(made, **options)] if together else [polyamp.wrap_optimizer(m, **options) for m in made]
+    )
+    skipping_on_device(opts, on_device)
     for overflow in (False, True, False):
         for opt in opts:
             opt.zero_grad()
         opts[0].backward(first_loss(params))
-        if overflow:
-            spoil(params["a"])
-            spoil(params["b"])
-        for opt in opts:
+        for name in broken if overflow else "":
+            spoil(params[name])
+        for name, opt in zip("ab", opts, strict=True):
+            before = contents(opt)
             opt.step()
-    assert opts[0].loss_scale == opts[1].loss_scale == 32768.0
+            assert bool(opt.last_step) == (contents(opt) != before) == (not overflow or name not in broken)
+    assert [opt.loss_scale for opt in opts] == [32768.0, 32768.0 if together else 65536.0]
     assert int(opts[0].scaler.state.skipped) == 1
-
-
-def test_an_overflow_of_the_optimizer_that_scaled_nothing_lowers_the_scale_of_the_loss() -> None:
-    params = weights()
-    opts = [polyamp.wrap_optimizer(torch.optim.SGD([params[name]], lr=0.1), "mixed_float16") for name in "ab"]
-    opts[0].backward(first_loss(params))
-    spoil(params["b"])
-    for opt in opts:
-        opt.step()
-    assert opts[0].loss_scale == 32768.0
-    assert [bool(opt.last_step) for opt in opts] == [True, False]
-
-
-@pytest.mark.parametrize("unscales", [False, True])
-def test_a_backward_onto_the_gradients_of_the_last_step_is_refused(unscales: bool) -> None:
-    params = weights()
-    opt = sgd([params["a"]])
-    for _ in range(1 + unscales):
-        opt.backward(first_loss(params))
-        if unscales:
-            opt.unscale_()
-    opt.step()
-    with pytest.raises(polyamp.errors.UsageError, match="zero_grad"):
-        opt.backward(first_loss(params))
-    opt.zero_grad()
-    opt.backward(first_loss(params))
-    opt.step()
-    assert opt.last_step
 
 
 def test_the_scales_of_all_losses_are_saved_and_copied() -> None:

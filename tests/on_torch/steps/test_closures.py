@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,71 +11,90 @@ import torch
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
-from support.harness_torch import ThirdParty, contents, linear, loss_of
+from support.harness_torch import ThirdParty, X, Y, contents, linear, loss_of
 from support.torch_closures import REEVALUATING
 
-MAKERS = {**REEVALUATING, "adam": lambda params: torch.optim.Adam(params, lr=0.1), "third_party": ThirdParty}
+MAKERS = {
+    **REEVALUATING,
+    "adam": lambda params: torch.optim.Adam(params, lr=0.1),
+    "third_party": ThirdParty,
+}
 
 
-def closure_of(model: torch.nn.Module, opt: Any, overflow_at: int = 0) -> Callable[[], torch.Tensor]:
-    evaluations = 0
+class Loop:
+    """A loop of steps with a closure, which spoils a gradient in one of its evaluations."""
 
-    def closure() -> torch.Tensor:
-        nonlocal evaluations
-        evaluations += 1
-        opt.zero_grad()
-        loss = loss_of(model)
-        opt.backward(loss) if isinstance(opt, LossScaledOptimizer) else loss.backward()
-        if evaluations == overflow_at:
-            model.weight.grad[0, 0] = math.nan
+    def __init__(self, name: str, *, wrapped: bool = True, low: bool = False, clears: bool = True) -> None:
+        self.model = linear().bfloat16() if low else linear()
+        self.evaluates_before, self.clears = name == "climbs", clears
+        self.opt: Any = MAKERS[name](self.model.parameters())
+        self.left = math.inf  # evaluations before the spoiled one
+        self.seen: list[torch.Tensor] = []
+        if wrapped:
+            self.opt = polyamp.wrap_optimizer(self.opt, loss_scale=LossScale(init=256.0))
+
+    def closure(self) -> torch.Tensor:
+        self.left -= 1
+        self.seen.append(self.model.weight.detach().clone())
+        if self.clears:
+            self.opt.zero_grad()
+        loss = (self.model(X.to(self.model.weight.dtype)).float().squeeze(1) - Y).square().mean()
+        self.opt.backward(loss) if isinstance(self.opt, LossScaledOptimizer) else loss.backward()
+        if self.left == 0:
+            self.model.weight.grad[0, 0] = math.nan
         return loss
 
-    return closure
+    def step(self, spoiled: float = math.inf) -> Any:
+        self.left = spoiled
+        if self.evaluates_before:
+            self.closure()
+        loss = self.opt.step(self.closure)
+        if not self.clears:
+            self.opt.zero_grad()
+        return loss
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_a_step_with_a_closure_is_the_plain_one_bit_for_bit(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    plain_model, model = linear(), linear()
-    plain, opt = make(plain_model.parameters()), polyamp.wrap_optimizer(make(model.parameters()), "mixed_float16")
+@pytest.mark.parametrize(("name", "clears"), [*((name, True) for name in MAKERS), ("climbs", False)])
+def test_a_step_with_a_closure_is_the_plain_one_bit_for_bit(name: str, clears: bool) -> None:
+    plain, loop = Loop(name, wrapped=False, clears=clears), Loop(name, clears=clears)
     for _ in range(3):
-        expected = plain.step(closure_of(plain_model, plain))
-        assert torch.equal(opt.step(closure_of(model, opt)), expected)
-    assert contents(opt) == contents(plain)
-    assert opt.last_step
+        expected = plain.step()
+        assert torch.equal(loop.step(), expected)
+    assert contents(loop.opt) == contents(plain.opt)
+    assert loop.opt.last_step
+    assert loop.opt.loss_scale == 256.0
 
 
-EVALUATIONS = {
+EVALUATIONS = {  # at least, in each step
     "lbfgs": 3,
     "lbfgs_line_search": 2,
     "sharpness": 2,
+    "climbs": 2,
     "adam": 1,
     "third_party": 1,
-}  # at least, in each step
+}
 
 
 @pytest.mark.parametrize(
     ("name", "overflow_at"), [(name, at) for name, count in EVALUATIONS.items() for at in range(1, count + 1)]
 )
 def test_an_overflow_at_any_evaluation_takes_the_whole_step_back(name: str, overflow_at: int) -> None:
-    model = linear()
-    opt = polyamp.wrap_optimizer(MAKERS[name](model.parameters()), "mixed_float16")
+    loop = Loop(name)
     if overflow_at > 1:
-        opt.step(closure_of(model, opt))
-    before = contents(opt)
-    loss = opt.step(closure_of(model, opt, overflow_at))
-    assert contents(opt) == before
-    assert not opt.last_step
-    assert opt.loss_scale == 32768.0
-    assert torch.equal(loss, loss_of(model))
-    opt.step(closure_of(model, opt))
-    assert opt.last_step
+        loop.step()
+    before = contents(loop.opt)
+    loss = loop.step(overflow_at)
+    assert contents(loop.opt) == before
+    assert not loop.opt.last_step
+    assert loop.opt.loss_scale == 128.0
+    assert loss is None or torch.equal(loss, loss_of(loop.model))
+    loop.step()
+    assert loop.opt.last_step
 
 
 def test_an_error_in_a_later_evaluation_takes_the_step_back_too() -> None:
     model = linear()
-    opt = polyamp.wrap_optimizer(
-        REEVALUATING["sharpness"](model.parameters()), loss_scale=LossScale(nonfinite_loss="raise")
-    )
+    opt = polyamp.wrap_optimizer(MAKERS["sharpness"](model.parameters()), loss_scale=LossScale(nonfinite_loss="raise"))
     before = contents(opt)
     losses = iter([1.0, math.inf])
 
@@ -90,26 +108,34 @@ def test_an_error_in_a_later_evaluation_takes_the_step_back_too() -> None:
     assert contents(opt) == before
 
 
-def test_masters_and_their_model_move_together_through_evaluations() -> None:
-    model = linear().bfloat16()
-    opt = polyamp.wrap_optimizer(REEVALUATING["lbfgs"](model.parameters()), loss_scale=LossScale())
-    seen: list[torch.Tensor] = []
+@pytest.mark.parametrize(("name", "clears"), [("lbfgs", True), ("climbs", True), ("climbs", False)])
+def test_masters_and_their_model_move_together_through_evaluations(name: str, clears: bool) -> None:
+    plain, loop = Loop(name, wrapped=False, clears=clears), Loop(name, low=True, clears=clears)
+    for _ in range(4):
+        assert loop.step().item() == pytest.approx(plain.step().item(), abs=0.02)
+        assert torch.equal(loop.model.weight, loop.opt.param_groups[0]["params"][0].bfloat16())
+    assert not torch.equal(*loop.seen[:2])
 
-    def closure() -> torch.Tensor:
-        opt.zero_grad()
-        seen.append(model.weight.detach().clone())
-        loss = (model(torch.ones(4, 3).bfloat16()).float() - 2).square().mean()
-        opt.backward(loss)
-        return loss
 
-    opt.step(closure)
-    assert not torch.equal(seen[0], seen[-1])
-    assert torch.equal(model.weight, opt.masters.masters[0].bfloat16())
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_step_in_two_calls_is_right_too(wrapped: bool) -> None:
+    loop, whole = Loop("climbs", wrapped=wrapped, clears=False), Loop("climbs", wrapped=False, clears=False)
+    for _ in range(4):
+        whole.step()
+        for half in (loop.opt.first_step, loop.opt.second_step):
+            loop.closure()
+            if wrapped:
+                loop.opt.unscale_()
+            half()
+            if wrapped:
+                loop.opt.zero_grad()
+        loop.opt.zero_grad()
+    torch.testing.assert_close(loop.model.weight, whole.model.weight)
 
 
 def test_a_closure_without_a_backward_is_refused() -> None:
     model = linear()
-    opt = polyamp.wrap_optimizer(REEVALUATING["lbfgs"](model.parameters()), "mixed_float16")
+    opt = polyamp.wrap_optimizer(MAKERS["lbfgs"](model.parameters()), "mixed_float16")
     before = contents(opt)
     with pytest.raises(polyamp.errors.UsageError, match="without a backward"):
         opt.step(lambda: torch.tensor(1.0))

@@ -25,9 +25,8 @@ from functools import cache, cached_property
 from statistics import mean, variance
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from polyamp.diagnosis.pictures import figure_for, save_figure
 from polyamp.errors import missing
-from polyamp.report import Report, finite, plural
+from polyamp.report import Report, figure_for, finite, plural, save_figure
 
 if TYPE_CHECKING:
     from os import PathLike

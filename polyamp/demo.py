@@ -16,9 +16,9 @@ from rich.table import Table
 
 from polyamp import adapters
 from polyamp.adapters import Adapter
-from polyamp.diagnosis.pictures import figure_for, save_figure
 from polyamp.errors import MissingFrameworkError, missing
 from polyamp.policies import policy
+from polyamp.report import figure_for, save_figure
 from polyamp.scale import LossScale, StepResult
 
 # The scale grows every 40 steps instead of 2 000, so that a short run shows growth, an overflow and a skipped step.

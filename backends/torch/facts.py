@@ -20,7 +20,7 @@ from polyamp.backends.torch.recording.reach import Reach, names_of
 from polyamp.backends.torch.recording.record import Run
 from polyamp.backends.torch.recording.widening import tensors
 from polyamp.backends.torch.tracking import Tracker
-from polyamp.backends.torch.user_code import calling_line
+from polyamp.backends.torch.user_code import users_line
 from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.policies import Policy
 
@@ -113,7 +113,7 @@ class _Casts(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
         if function in _CASTS and _crosses_16_bits(args[0], out) and torch.is_autocast_enabled(out.device.type):
-            line = calling_line()
+            line = users_line(directly=True)
             if line:
                 where = f"{self._tracker.path} {line}".strip()
                 format_name = str(out.dtype).removeprefix("torch.")

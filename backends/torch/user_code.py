@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -22,20 +21,18 @@ def is_users(file: str) -> bool:
     return not file.startswith(_LIBRARIES)
 
 
-def users_line() -> str:
-    """Return the innermost line of the user's code that is running, as ``model.py:12 (forward)``; empty without one."""
-    frame = inspect.currentframe()
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else _shown(frame)
+def users_line(*, directly: bool = False) -> str:
+    """Return the innermost line of the user's code that is running, as ``model.py:12 (forward)``; empty without one.
 
-
-def calling_line() -> str:
-    """Return the line of the user's code that called the adapter; empty if a library called it."""
+    With ``directly`` there is only one if the user's code, and no other library, called the adapter.
+    """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith(_ADAPTER):
+    between = _ADAPTER if directly else _LIBRARIES
+    while frame is not None and frame.f_code.co_filename.startswith(between):
         frame = frame.f_back
-    return "" if frame is None or not is_users(frame.f_code.co_filename) else _shown(frame)
+    if frame is None or not is_users(frame.f_code.co_filename):
+        return ""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def users_level() -> int:
@@ -66,7 +63,3 @@ def line_of_error(error: Exception) -> str:
 
 def _users_frames(trace: str) -> Iterator[re.Match[str]]:
     return (frame for frame in _FRAME.finditer(trace) if is_users(frame["file"]))
-
-
-def _shown(frame: FrameType) -> str:
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"

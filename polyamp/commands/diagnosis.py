@@ -54,7 +54,6 @@ def diagnose(
     policy: PolicyName = None,
     scale: Scale = None,
     json: JsonFile = None,
-    plot: PlotFile = None,
     backend: Backend = None,
 ) -> None:
     """Report what is wrong with a step in 16 bits, which loss scales are safe, and what to do.
@@ -66,8 +65,6 @@ def diagnose(
     verdict = step.call(diagnose_step, policy=policy, backend=backend, scale=scale)
     values = {**verdict.as_dict(), "probe": verdict.probe.as_dict(), "lint": found.as_dict()}
     show([found, verdict.probe, verdict], values, json)
-    if plot is not None:
-        verdict.probe.plot(plot)
     _end(bool(found.errors or found.warnings or verdict.kind not in ("finite", "scale") or not verdict.probe.is_safe))
 
 

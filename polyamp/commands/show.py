@@ -9,9 +9,8 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from polyamp.diagnosis.pictures import figure_for
 from polyamp.errors import InvalidValueError
-from polyamp.report import Report, write_json
+from polyamp.report import Report, figure_for, write_json
 
 STDOUT = "-"
 

@@ -15,10 +15,10 @@ from polyamp.backends.torch.autocast.regions import (
     ACCELERATOR,
     DEVICE_TYPES,
     HERE,
-    MARKED,
     Marks,
     Region,
     mark_of,
+    marked,
 )
 from polyamp.backends.torch.devices import REPORTED, report_slow
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
@@ -98,14 +98,9 @@ def _native(device_type: str, compute: str) -> torch.autocast:
 @contextmanager
 def _traced(policy: Policy) -> Iterator[None]:
     """Enter a region while Dynamo captures a graph, by marks in native autocast's state: a graph has no other state."""
-    (first, second), marks = MARKED, _traced_mark(*_autocast_fields(policy))
+    marks = _traced_mark(*_autocast_fields(policy))
     there = nullcontext() if ACCELERATOR is None else _native(ACCELERATOR, policy.compute)
-    with (
-        _native("cpu", policy.compute),
-        there,
-        torch.autocast(first, dtype=marks[0], enabled=False),  # enabled, it would refuse the dtype
-        torch.autocast(second, dtype=marks[1], enabled=False),
-    ):
+    with _native("cpu", policy.compute), there, marked(marks):
         yield
 
 

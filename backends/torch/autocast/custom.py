@@ -17,9 +17,9 @@ from polyamp.backends.torch.autocast.regions import (
     ACCELERATOR,
     BY_MARK,
     DEVICE_TYPES,
-    MARKED,
     Marks,
     Region,
+    marked,
     marks_here,
     tag_caches,
 )
@@ -187,7 +187,7 @@ def _here(args: tuple[Any, ...], name: str, op_class: str | None) -> _State:
 def _restored(state: _State) -> Iterator[None]:
     """Restore native autocast and polyamp's region; or turn both off, if the function is one operation."""
     on = state.op_class is None
-    region = _marked(state.marks) if torch.compiler.is_compiling() else _entered(state.region if on else None)
+    region = marked(state.marks) if torch.compiler.is_compiling() else _entered(state.region if on else None)
     with _native("cpu", state, on), _native(ACCELERATOR, state, on), region:
         yield
 
@@ -197,15 +197,6 @@ def _native(device_type: str | None, state: _State, on: bool) -> AbstractContext
         return nullcontext()
     dtype, enabled = state.native[device_type]
     return torch.autocast(device_type, dtype=dtype, enabled=enabled and on)
-
-
-@contextmanager
-def _marked(marks: Marks) -> Iterator[None]:
-    with (
-        torch.autocast(MARKED[0], dtype=marks[0], enabled=False),
-        torch.autocast(MARKED[1], dtype=marks[1], enabled=False),
-    ):
-        yield
 
 
 @contextmanager

@@ -26,7 +26,8 @@ import hashlib
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -131,6 +132,15 @@ def mark_of(region: Region | None, *, traced: bool = False) -> Marks:
 def marks_here() -> Marks:
     """Return the marks in this thread's native autocast."""
     return torch.get_autocast_dtype(MARKED[0]), torch.get_autocast_dtype(MARKED[1])
+
+
+@contextmanager
+def marked(marks: Marks) -> Iterator[None]:
+    """Set the marks in a graph that Dynamo captures."""
+    (first, second), (one, other) = MARKED, marks
+    # enabled, these would refuse the dtypes
+    with torch.autocast(first, dtype=one, enabled=False), torch.autocast(second, dtype=other, enabled=False):
+        yield
 
 
 def set_marks(marks: Marks, before: Marks | None = None) -> None:
@@ -301,7 +311,7 @@ def leave(frame: Frame) -> None:
         frame.undo()
 
 
-_running, _next_number = unstable.running_graph_task, unstable.next_sequence_number
+_running, _next_number = unstable.running_task, unstable.next_sequence_number
 _NO_REGION, _OUTSIDE, _MARKS = -1, -3, 0xFFFF  # as in csrc/autocast.cpp
 
 
@@ -342,8 +352,8 @@ def current(device_type: str = "cpu") -> Region | None:
         return frame.region
     region = BY_MARK[marks] if marks in _traced else None
     if region is None:
-        number = unstable.running_sequence_number()
-        region = None if number is None else _recorded(number)
+        node = unstable.running_node()
+        region = None if node is None else _recorded(unstable.sequence_number(node))
     return region if region is not None and region.dtype == torch.get_autocast_dtype(device_type) else None
 
 

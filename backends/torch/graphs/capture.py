@@ -46,10 +46,11 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         return fn(*args, **kwargs)
 
     compiled = torch.compile(captured_call, backend=seen, fullgraph=True, dynamic=True)
-    objects = _Objects(leaves)
-    args, kwargs = pytree.tree_unflatten(objects.copies, in_spec)
-    with unstable.capturing(captured_call.__code__, seen), refusals(), _unchanged(root_of(fn)), objects.unchanged():
+    copies = [copy_of(leaf) for leaf in leaves]
+    args, kwargs = pytree.tree_unflatten(copies, in_spec)
+    with unstable.capturing(captured_call.__code__, seen), refusals(), _unchanged(root_of(fn)):
         returned = compiled(*args, **kwargs)
+        _refuse_changes(copies, leaves)
     results, out_spec = pytree.tree_flatten(hold(returned))
     return seen.taken(leaves, in_spec, results, out_spec)
 
@@ -160,32 +161,30 @@ def _unchanged(root: nn.Module) -> Iterator[None]:
         )
 
 
-class _Objects:
-    """Copies of arguments that are objects, such as caches, since the code may change them."""
+def copy_of(leaf: Any, fn: Callable[[Any], Any] = lambda tensor: tensor) -> Any:
+    """Return a copy of an argument that is an object, such as a cache, with ``fn`` of its tensors; else the leaf."""
+    taken = taken_apart(leaf) if hasattr(leaf, "__dict__") and not callable(leaf) else None
+    return leaf if taken is None else put_together(taken, [fn(one) for one in taken.tensors])
 
-    def __init__(self, leaves: Sequence[Any]) -> None:
-        self.copies = list(leaves)
-        self._taken: dict[int, Held] = {}
-        for place, leaf in enumerate(leaves):
-            taken = taken_apart(leaf) if hasattr(leaf, "__dict__") and not callable(leaf) else None
-            if taken is not None:
-                self.copies[place] = put_together(taken, taken.tensors)
-                self._taken[place] = taken
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Refuse code that changes such objects: a graph would not change them again."""
-        yield
-        for place, before in self._taken.items():
-            now = taken_apart(self.copies[place])
-            if now is None or now.rest != before.rest or list(map(id, now.tensors)) != list(map(id, before.tensors)):
-                raise UsageError(
-                    "the code changes an object among its arguments, which a graph cannot do",
-                    where="rewrite(module)",
-                    found=kind_of(self.copies[place]),
-                    allowed="tensors, and dicts, lists, tuples and registered pytrees of them",
-                    fix="leave it out, or use polyamp.autocast(policy), which runs any code",
-                )
+def _contents(taken: Held | None) -> Any:
+    return taken and (taken.rest, list(map(id, taken.tensors)))
+
+
+def _refuse_changes(copies: Sequence[Any], leaves: Sequence[Any]) -> None:
+    """Refuse code that changed a copy of such an object: a graph would not change it again."""
+    for copy, leaf in zip(copies, leaves, strict=True):
+        if copy is leaf:
+            continue
+        now, before = taken_apart(copy), taken_apart(leaf)
+        if _contents(now) != _contents(before):
+            raise UsageError(
+                "the code changes an object among its arguments, which a graph cannot do",
+                where="rewrite(module)",
+                found=kind_of(copy),
+                allowed="tensors, and dicts, lists, tuples and registered pytrees of them",
+                fix="leave it out, or use polyamp.autocast(policy), which runs any code",
+            )
 
 
 _HOLDERS = ("_parameters", "_buffers")

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast import path_rules
@@ -32,7 +32,7 @@ from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.graphs.decisions import Pass
 from polyamp.backends.torch.graphs.program import check_no_autocast, expand
 from polyamp.backends.torch.graphs.rewrite import report, report_rules, usable
-from polyamp.backends.torch.graphs.values import Known, constant_of, known_value, map_known
+from polyamp.backends.torch.graphs.values import input_of
 from polyamp.backends.torch.graphs.writing import Attributes
 from polyamp.backends.torch.recording.reach import Reach
 from polyamp.errors import InvalidTypeError, InvalidValueError, did_you_mean, shown, unknown_options
@@ -103,23 +103,19 @@ def _planned(module: GraphModule, inputs: Sequence[Any], policy: Policy) -> Grap
     """Return the graph with its casts, for the same inputs; it depends on the values of parameters and buffers."""
     decider, graph, attributes = Decider(policy), Graph(), Attributes("0")
     arguments = {
-        node: _argument(node, given, graph, decider)
+        node: input_of(
+            graph.node_copy(node),
+            node.meta.get("example_value"),
+            given,
+            decider,
+            is_ours=unstable.is_static_input(node),
+        )
         for node, given in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True)
     }
-    passed = Pass(module, decider, graph, arguments, attributes)
-    graph.output(map_known(passed.results(), lambda known: known.node))
-    passed.drop_unused()
+    passed = Pass(module, decider, graph, arguments, attributes, operations=[])
+    passed.finish(passed.results())
     add(decider)
     return GraphModule(attributes, graph, "Planned")
-
-
-def _argument(node: Node, given: Any, graph: Graph, decider: Decider) -> Known:
-    """Return the facts about an input; the values of a module's buffers are known."""
-    new, fake = graph.node_copy(node), node.meta.get("example_value")
-    is_ours = unstable.is_static_input(node)
-    if is_ours and isinstance(given, Tensor) and not isinstance(given, nn.Parameter):
-        return constant_of(new, fake, given, decider)
-    return Known(new, fake, fake, known_value(fake, "weak" if is_ours or isinstance(given, nn.Parameter) else "input"))
 
 
 def _backend(backend: Any, mode: str | None, options: dict[str, Any]) -> Callable[..., Compiled]:

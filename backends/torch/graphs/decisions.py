@@ -34,7 +34,7 @@ from polyamp.backends.torch.graphs.nodes import (
     operation_of,
     path_of,
 )
-from polyamp.backends.torch.graphs.planning import PlanBuilder
+from polyamp.backends.torch.graphs.planning import planned, planned_result
 from polyamp.backends.torch.graphs.values import (
     Known,
     dtypes_of,
@@ -54,7 +54,7 @@ from polyamp.backends.torch.graphs.values import (
 from polyamp.backends.torch.graphs.writing import AS_IT_IS, Attributes, Manner, Writing, may_exceed
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN, NO_FLOATS, TABLE, WEAK, Decision, Flow, Value, is_wide
-from polyamp.plan import Decider
+from polyamp.plan import Decider, PlannedOperation
 
 # Operations whose Python numbers are operands, unlike those of a reshape.
 _WITH_NUMBERS = frozenset(
@@ -77,12 +77,12 @@ class Pass:
         arguments: Mapping[Node, Known],
         attributes: Attributes,
         *,
+        operations: list[PlannedOperation],
         checkpoint: Callable[..., Any] | None = None,
-        builder: PlanBuilder | None = None,
     ) -> None:
         self.module, self.decider, self.graph, self.attributes = module, decider, graph, attributes
         self._low = DTYPES[decider.compute]
-        self.checkpoint, self.builder = checkpoint, builder
+        self.operations, self.checkpoint = operations, checkpoint
         self.known: dict[Node, Known] = dict(arguments)
         self.aliases, self._sameness = Aliases(module.graph), Sameness()
         self._new = Writing(graph, unstable.fake_mode_of(node.meta.get("example_value") for node in module.graph.nodes))
@@ -103,13 +103,14 @@ class Pass:
     def _restore(self, given: Node) -> Known:
         known = self._widen(given, ("saturated",))
         node = self._new.cast(known, None)
-        if self.builder is not None and self._new.made:
-            self.builder.add_result(self.known[given], self._new.made)
+        if self._new.made:
+            self.operations.append(planned_result(self.known[given], self._new.made))
         self._new.made.clear()
         return known._replace(node=node, fake=known.declared)
 
-    def drop_unused(self) -> None:
-        """Remove 16-bit nodes that were written again and are not used any more, once the graph has its output."""
+    def finish(self, results: Any) -> None:
+        """Write the graph's output, and remove 16-bit nodes that were written again and are not used any more."""
+        self.graph.output(map_known(results, lambda known: known.node))
         for node, _ in reversed(self._anew):
             written = [self.known[node].node, *self.known[node].node.all_input_nodes]
             for one in written:
@@ -167,8 +168,8 @@ class Pass:
         known = known._replace(value=of_its_type(known, inputs))
         self._sameness.add(node, operation, is_changed=self.aliases.is_touched(node))
         self.decider.lowered |= outcome.format == self.decider.compute
-        if self.builder is not None and (tensors_of(known.declared) or self.aliases.changed(node)):
-            self.builder.add(node, operation, decision, outcome, inputs, known, self._new.made)
+        if tensors_of(known.declared) or self.aliases.changed(node):
+            self.operations.append(planned(node, operation, decision, outcome, inputs, known, self._new.made))
         self._new.made.clear()
         return known
 
@@ -339,18 +340,12 @@ class Pass:
         for placeholder, argument in zip(captured.graph.find_nodes(op="placeholder"), given, strict=True):
             outer = self.known[argument] if isinstance(argument, Node) else Known(argument, argument, argument)
             arguments[placeholder] = outer._replace(node=graph.node_copy(placeholder))
+        attributes, operations = self.attributes, self.operations
         passed = Pass(
-            captured,
-            self.decider,
-            graph,
-            arguments,
-            self.attributes,
-            checkpoint=self.checkpoint,
-            builder=self.builder,
+            captured, self.decider, graph, arguments, attributes, operations=operations, checkpoint=self.checkpoint
         )
         results = passed.results(as_declared=as_declared)
-        graph.output(map_known(results, lambda known: known.node))
-        passed.drop_unused()
+        passed.finish(results)
         called = GraphModule(self.attributes, graph, "Body")
         called.meta = captured.meta
         return self._add_attribute(called), results

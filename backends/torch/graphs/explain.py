@@ -18,7 +18,7 @@ from polyamp.backends.torch.autocast.behaviours import native_classes
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.graphs.capture import put_together, root_of, taken_apart
+from polyamp.backends.torch.graphs.capture import copy_of, root_of
 from polyamp.backends.torch.graphs.planning import SavedBytes
 from polyamp.backends.torch.graphs.program import Program, check_no_autocast
 from polyamp.backends.torch.graphs.rewrite import checked, rewrite, usable
@@ -168,14 +168,7 @@ def _run_really(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy:
 
 def _copied(tree: Any, fn: Callable[[Any], Any]) -> Any:
     """Apply ``fn`` to the tensors of arguments, and copy objects that the code may change, such as caches."""
-
-    def copy_of(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return fn(leaf)
-        taken = taken_apart(leaf) if hasattr(leaf, "__dict__") and not callable(leaf) else None
-        return leaf if taken is None else put_together(taken, [fn(one) for one in taken.tensors])
-
-    return pytree.tree_map(copy_of, tree)
+    return pytree.tree_map(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else copy_of(leaf, fn), tree)
 
 
 def _follow(explainer: _Explainer, run: Run, mode: AbstractContextManager[Any]) -> _Explainer:

@@ -284,11 +284,8 @@ class Sameness:
         unique = len(self._numbers) + len(self._made)
         if operation not in OPERATIONS or operation in _DIFFERENT or not node.op.startswith("call"):
             return -unique - 1
-        call = map_arg((node.args, node.kwargs), self._shown)
+        call = map_arg((node.args, node.kwargs), lambda used: {"%": self._numbers.get(used, used.name)})
         return self._made.setdefault(f"{node.target!r} {call!r}", unique)
-
-    def _shown(self, used: Node) -> Any:
-        return _Numbered(self._numbers.get(used, used.name))
 
     def _is_constant(self, operand: Any) -> bool:
         if isinstance(operand, Node):
@@ -296,16 +293,6 @@ class Sameness:
                 operand.meta.get("example_value", operand), Tensor | Node
             )
         return isinstance(operand, int | float)
-
-
-class _Numbered:
-    """A value as it appears in the text of a call."""
-
-    def __init__(self, number: object) -> None:
-        self._number = number
-
-    def __repr__(self) -> str:
-        return f"%{self._number}"
 
 
 def _returns_its_input(node: Node, first: Node, operation: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""Builds a plan: one entry for each operation that a pass decides, and the bytes that autograd keeps."""
+"""The entries of a plan, for operations and results that a pass decides, and the bytes that autograd keeps."""
 
 from __future__ import annotations
 
@@ -22,58 +22,41 @@ from polyamp.plan import PlannedOperation
 Casts = Iterable[tuple[Known, torch.dtype]]
 
 
-class PlanBuilder:
-    """The entries of a plan for one graph, in order."""
+def planned(
+    node: Node,
+    operation: str,
+    decision: Decision,
+    outcome: Flow,
+    inputs: Sequence[Known],
+    known: Known,
+    made: Casts,
+) -> PlannedOperation:
+    """Return a plan's entry for an operation, with the casts that were made for it."""
+    cast = {id(source.node): dtype for source, dtype in made}
+    read = sum(_bytes(one.fake, cast.get(id(one.node))) for one in inputs)
+    count, before, traffic = _traffic(made)
+    return PlannedOperation(
+        operation,
+        native_name(node),
+        _place(node),
+        decision.op_class,
+        outcome.format,
+        outcome.reason,
+        casts=count,
+        bytes_cast=before,
+        bytes_moved=read + _bytes(known.fake) + traffic,
+        bytes_moved_float32=sum(_bytes(one.declared) for one in inputs) + _bytes(known.declared),
+    )
 
-    def __init__(self) -> None:
-        self.operations: list[PlannedOperation] = []
 
-    def add(
-        self,
-        node: Node,
-        operation: str,
-        decision: Decision,
-        outcome: Flow,
-        inputs: Sequence[Known],
-        known: Known,
-        made: Casts,
-    ) -> None:
-        """Add an operation, with the casts that were made for it."""
-        cast = {id(source.node): dtype for source, dtype in made}
-        read = sum(_bytes(one.fake, cast.get(id(one.node))) for one in inputs)
-        count, before, traffic = _traffic(made)
-        self.operations.append(
-            PlannedOperation(
-                operation,
-                native_name(node),
-                _place(node),
-                decision.op_class,
-                outcome.format,
-                outcome.reason,
-                casts=count,
-                bytes_cast=before,
-                bytes_moved=read + _bytes(known.fake) + traffic,
-                bytes_moved_float32=sum(_bytes(one.declared) for one in inputs) + _bytes(known.declared),
-            )
-        )
-
-    def add_result(self, known: Known, made: Casts) -> None:
-        """Add the cast of a result to its declared dtype."""
-        count, before, traffic = _traffic(made)
-        reason = f"a result is {str(known.declared.dtype).removeprefix('torch.')}"
-        self.operations.append(
-            PlannedOperation(
-                "cast",
-                "to",
-                _place(known.node),
-                "keep",
-                AS_WRITTEN,
-                reason,
-                casts=count,
-                bytes_cast=before,
-                bytes_moved=traffic,
-            )
-        )
+def planned_result(known: Known, made: Casts) -> PlannedOperation:
+    """Return a plan's entry for the cast of a result to its declared dtype."""
+    count, before, traffic = _traffic(made)
+    reason = f"a result is {str(known.declared.dtype).removeprefix('torch.')}"
+    place = _place(known.node)
+    return PlannedOperation(
+        "cast", "to", place, "keep", AS_WRITTEN, reason, casts=count, bytes_cast=before, bytes_moved=traffic
+    )
 
 
 def _place(node: Node) -> str:

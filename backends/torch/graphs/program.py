@@ -19,11 +19,11 @@ from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.graphs.capture import CONSTANTS, Captured, capture, check_arguments, refusals
 from polyamp.backends.torch.graphs.decisions import Pass, under_autocast
 from polyamp.backends.torch.graphs.nodes import is_composite
-from polyamp.backends.torch.graphs.planning import PlanBuilder, bytes_saved
-from polyamp.backends.torch.graphs.values import Known, constant_of, known_value, map_known
+from polyamp.backends.torch.graphs.planning import bytes_saved
+from polyamp.backends.torch.graphs.values import Known, input_of
 from polyamp.backends.torch.graphs.writing import Attributes
 from polyamp.errors import InvalidTypeError, kind_of
-from polyamp.plan import Decider, Plan
+from polyamp.plan import Decider, Plan, PlannedOperation
 from polyamp.policies import Policy
 
 
@@ -44,12 +44,12 @@ class Program:
         check_arguments(fn, pytree.tree_leaves((args, kwargs)))
         self.name, self.mode = name, mode_of(root)
         captured = capture(fn, args, kwargs)
-        self.decider, self._builder = Decider(policy), PlanBuilder()
+        self.decider, self._operations = Decider(policy), list[PlannedOperation]()
         self.attributes = Attributes(name)
         with refusals():
             expand(captured.module)
             writer = _Writer(captured, _names(root), self.decider, self.attributes)
-            self.graph = writer.written(self._builder, [*(f"arg_{index}" for index in range(len(args))), *kwargs])
+            self.graph = writer.written(self._operations, [*(f"arg_{index}" for index in range(len(args))), *kwargs])
             self.fits = _fitting(captured, writer)
         self._original = captured.module
         for node in self._original.graph.find_nodes(op="placeholder"):
@@ -65,7 +65,7 @@ class Program:
         """The plan of the decisions, with the bytes that the backward pass needs."""
         return Plan(
             str(self.decider.policy),
-            tuple(self._builder.operations),
+            tuple(self._operations),
             bytes_saved(self.graph, self.attributes),
             bytes_saved(self._original.graph, dict(self._original.named_children())),
             tuple(rule.pattern for rule in self.decider.unused),
@@ -81,16 +81,15 @@ class _Writer:
         self._leaves = [self.graph.placeholder(f"arg_{index}") for index, _ in enumerate(captured.leaves)]
         self._gotten: dict[int, Node] = {}
 
-    def written(self, builder: PlanBuilder, names: Sequence[str]) -> Graph:
+    def written(self, operations: list[PlannedOperation], names: Sequence[str]) -> Graph:
         """Return the graph, with these names for its arguments."""
         module, arguments = self.captured.module, self._arguments()
         passed = Pass(
-            module, self.decider, self.graph, arguments, self.attributes, checkpoint=checkpoint, builder=builder
+            module, self.decider, self.graph, arguments, self.attributes, operations=operations, checkpoint=checkpoint
         )
         computed = dict(zip(map(id, self.captured.outputs), passed.results(), strict=True))
         leaves = [self._result(leaf, computed) for leaf in self.captured.results]
-        self.graph.output(map_known(leaves, lambda known: known.node))
-        passed.drop_unused()
+        passed.finish(leaves)
         for known in arguments.values():
             if isinstance(known.node, Node) and known.node.op != "placeholder" and not known.node.users:
                 self.graph.erase_node(known.node)
@@ -106,12 +105,10 @@ class _Writer:
 
     def _tensor(self, node: Node, given: Tensor) -> Known:
         fake = node.meta["example_value"]
-        is_leaf = any(leaf is given for leaf in self.captured.leaves)
+        is_ours = not any(leaf is given for leaf in self.captured.leaves)
         new = self._input(given)
         new.meta["example_value"] = fake
-        if is_leaf or isinstance(given, nn.Parameter):
-            return Known(new, fake, fake, known_value(fake, "weak" if isinstance(given, nn.Parameter) else "input"))
-        return constant_of(new, fake, given, self.decider)
+        return input_of(new, fake, given, self.decider, is_ours=is_ours)
 
     def _input(self, given: Tensor) -> Node:
         """Return the node of an argument, parameter or buffer; any other tensor becomes an attribute."""

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import Node
 
 from polyamp.backends.torch import unstable
@@ -57,10 +57,13 @@ def magnitude(held: Any) -> float:
     return float(held.detach().abs().nan_to_num(0.0, 0.0).max())
 
 
-def constant_of(node: Any, fake: Any, held: Tensor, decider: Decider) -> Known:
-    """Return the facts about a tensor that belongs to the program, such as a buffer."""
-    value = decider.constant(magnitude(held)) if held.dtype == torch.float32 else known_value(fake)
-    return Known(node, fake, fake, value, is_constant=is_floating(held))
+def input_of(node: Any, fake: Any, given: Any, decider: Decider, *, is_ours: bool) -> Known:
+    """Return the facts about an input; ``is_ours``: it belongs to the program, so a buffer's numbers are known."""
+    is_parameter = isinstance(given, nn.Parameter)
+    if not is_ours or is_parameter or not isinstance(given, Tensor):
+        return Known(node, fake, fake, known_value(fake, "weak" if is_ours or is_parameter else "input"))
+    value = decider.constant(magnitude(given)) if given.dtype == torch.float32 else known_value(fake)
+    return Known(node, fake, fake, value, is_constant=is_floating(given))
 
 
 def value_of(known: Known) -> Value:

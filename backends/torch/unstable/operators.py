@@ -80,18 +80,6 @@ next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node of this thread's autograd graph gets; a node's number is private."""
 
 
-running_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward pass that runs in this thread, or -1; nothing public shows that one runs."""
-
-
-def running_sequence_number() -> int | None:
-    """Return the number of the autograd node whose backward runs in this thread; None outside a backward pass."""
-    if running_graph_task() == -1:
-        return None
-    node = torch._C._current_autograd_node()
-    return None if node is None else node._sequence_nr()
-
-
 def checkpointing() -> Any:
     """Return an object that lives as long as the graph of the running checkpointed function; None outside one."""
     # Non-reentrant checkpointing puts hooks on saved tensors, and has no public sign that it runs.
@@ -156,7 +144,7 @@ class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def running_node() -> Any:
     """Return the autograd node whose backward runs in this thread; None outside a backward pass."""
-    return None if running_graph_task() == -1 else torch._C._current_autograd_node()
+    return None if torch._C._current_graph_task_id() == -1 else torch._C._current_autograd_node()
 
 
 def sequence_number(node: Any) -> int:

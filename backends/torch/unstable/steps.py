@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,13 +109,8 @@ _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 
 
-class Choose(Protocol):
-    """Chooses what is clipped, before torch clips gradients."""
-
-    def __call__(self, given: list[Tensor], limit: float, *, measured: bool) -> list[Tensor]:
-        """Return the parameters to clip to the limit in place of the given ones; ``measured``: not these any more."""
-
-
+# Chooses what is clipped in place of these gradients' parameters; ``measured=``: not these any more.
+Choose = Callable[..., list[Tensor]]
 _CHOOSING: dict[str, Choose] = {}
 _USERS: Counter[str] = Counter()
 _REPLACED: list[tuple[Any, str, Any]] = []  # where a function of torch was replaced, its name there, and the function

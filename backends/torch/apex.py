@@ -37,10 +37,6 @@ def _adam(
     return (torch.optim.AdamW if adam_w_mode else torch.optim.Adam)(params, lr, betas, eps, weight_decay, amsgrad)
 
 
-def _adagrad(params: Any, lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(params, lr, eps=eps, weight_decay=weight_decay)
-
-
 class _RMSNorm(nn.RMSNorm):
     def __init__(self, normalized_shape: Any, eps: float = 1e-5, elementwise_affine: bool = True) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine)
@@ -92,7 +88,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "apex.optimizers": {
         "FusedAdam": _adam,
         "FusedSGD": torch.optim.SGD,
-        "FusedAdagrad": _adagrad,
+        "FusedAdagrad": torch.optim.Adagrad,
         "FusedLAMB": Missing("torch.optim.AdamW(params)"),
         "FusedNovoGrad": Missing("torch.optim.AdamW(params)"),
     },

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -151,17 +150,11 @@ def initialize(
         models: a module, or a list of them.
         optimizers: an optimizer, a list of them, or None for inference. They act as their wrappers from then on.
         enabled: False changes nothing, here and in `scale_loss`.
-        opt_level: "O0", "O1", "O2" or "O3". The next five options replace what it implies.
-        cast_model_type: dtype of the model's parameters, inputs and computations; False leaves them.
-        patch_torch_functions: whether operations have the formats of autocast; True with O1 only.
-        keep_batchnorm_fp32: whether batch norms of a 16-bit model stay in float32; also "True" and "False".
-        master_weights: whether 16-bit parameters get float32 masters.
-        loss_scale: "dynamic", or a number, also in a string.
+        opt_level: "O0", "O1", "O2" or "O3". The next five options replace what it implies; see Apex.
         cast_model_outputs: dtype of the model's outputs; None is float32 where the model is cast.
         num_losses: number of losses with scales of their own; see ``loss_id`` of `scale_loss`.
         verbosity: not used: nothing is printed. The optimizer's ``last_step`` reports why a step was skipped.
-        min_loss_scale: the least dynamic scale.
-        max_loss_scale: the largest dynamic scale.
+        min_loss_scale, max_loss_scale: limits of the dynamic scale.
 
     Returns:
         What was passed: models, or models and optimizers; each a list if it was one.
@@ -186,9 +179,8 @@ def initialize(
     if not isinstance(num_losses, int) or num_losses < 1:
         raise _wrong("num_losses", num_losses, "1 or more")
     settings = _settings(properties.loss_scale, min_loss_scale, max_loss_scale)
-    some_models: list[nn.Module] = models if isinstance(models, list) else [models]
-    some_optimizers: list[torch.optim.Optimizer] = optimizers if isinstance(optimizers, list) else [optimizers]
-    some_optimizers = [] if optimizers is None else some_optimizers
+    some_models = models if isinstance(models, list) else [models]
+    some_optimizers = optimizers if isinstance(optimizers, list) else [optimizers] if optimizers is not None else []
     for model in some_models:
         _check_model(model)
     for optimizer in some_optimizers:
@@ -198,9 +190,7 @@ def initialize(
         _cast(model, properties, cast_model_outputs)
     _share_scales(properties, settings, num_losses, some_optimizers)
     if properties.patch_torch_functions:
-        handle = _turned_on(_amp_state.handle)
-        for model in some_models:
-            handle.watch(model)
+        _turn_on(some_models)
     return models if not some_optimizers else (models, optimizers)
 
 
@@ -254,15 +244,10 @@ def _cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None)
         form, output = _FORMATS[dtype], _FORMATS[outputs or torch.float32]
         with unreported():  # a model without norms is not a mistake
             convert(model, policy(param=form, compute=form, output=output, rules=rules))
-    elif outputs is not None:
-        model.register_forward_hook(partial(_cast_outputs, dtype=outputs))
-    if dtype:
         for module in model.modules():
             module.register_state_dict_post_hook(_show_float32)  # type: ignore[no-untyped-call]
-
-
-def _cast_outputs(_: nn.Module, __: Any, outputs: Any, *, dtype: torch.dtype) -> Any:
-    return cast_to(outputs, dtype, modules=False)
+    elif outputs is not None:
+        model.register_forward_hook(lambda _, __, out: cast_to(out, outputs, modules=False))
 
 
 def _show_float32(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -296,17 +281,16 @@ def _share_scales(
             session.holders.append(wrapper)
 
 
-def _turned_on(handle: AmpHandle | None) -> AmpHandle:
-    """Return this handle if it is active, so that models of several calls share one; else a new one in its place."""
+def _turn_on(models: Iterable[nn.Module]) -> None:
+    """Enter O1 here and in the calls of the models. Models of several calls share one handle while it is active."""
+    handle = _amp_state.handle
     if handle is None or not handle.is_open:
-        if _amp_state.handle is not None:
-            _amp_state.handle._deactivate()
         handle = _amp_state.handle = AmpHandle()
-    else:
-        handle.enter()
+    handle.enter()
+    for model in models:
+        handle.watch(model)
     if (session := current()) is not None:
         session.callback(handle._deactivate)
-    return handle
 
 
 class _Initialized(Attached):

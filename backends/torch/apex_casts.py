@@ -45,7 +45,6 @@ class AmpHandle:
     def __init__(self) -> None:
         self.is_open = True
         self._replaced: list[tuple[Any, str, Any]] = []
-        self.enter()
 
     def is_active(self) -> bool:
         """Return whether operations have the formats of O1 here."""
@@ -119,12 +118,8 @@ def casts_off() -> Iterator[None]:
 # Functions whose format the program chooses.
 
 
-def _to_half(tree: Any) -> Any:
-    return cast_to(tree, torch.float16, modules=False)
-
-
-def _to_float(tree: Any) -> Any:
-    return cast_to(tree, torch.float32, modules=False)
+_to_half = functools.partial(cast_to, dtype=torch.float16, modules=False)
+_to_float = functools.partial(cast_to, dtype=torch.float32, modules=False)
 
 
 def _to_widest(tree: Any) -> Any:

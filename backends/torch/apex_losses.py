@@ -19,6 +19,7 @@ from torch import Tensor
 from polyamp.backends.torch.apex_casts import AmpHandle
 from polyamp.backends.torch.attached import wrapper_of
 from polyamp.backends.torch.autocast.casts import forget_casts
+from polyamp.backends.torch.grad_scaler import unscale_once
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.scale import LossScaler, LossScalers
 from polyamp.errors import InvalidValueError, StateError, UsageError, shown, warn_deprecated
@@ -69,12 +70,9 @@ class ShownScaler:
         return float(self.scaler.state.scale)
 
     def _set(self, scale: float) -> None:
-        if self.scaler.settings.dynamic:
-            self.scaler.set(scale, where="loss_scaler._loss_scale = scale")
-        elif self.key is None:
-            self._scalers.main = LossScaler(LossScale.fixed(scale), self.scaler.compute)
-        else:
-            self._scalers.others[self.key] = LossScaler(LossScale.fixed(scale), self.scaler.compute)
+        if not self.scaler.settings.dynamic:
+            self.scaler.settings = LossScale.fixed(scale)
+        self.scaler.set(scale, where="loss_scaler._loss_scale = scale")
 
     _loss_scale = property(loss_scale, _set)
     _unskipped = property(lambda self: int(self.scaler.state.good_steps))
@@ -136,8 +134,7 @@ def scale_loss(
     yield wrapped[0].scale(loss, shown_scaler.key)
     if not delay_unscale:
         for one in wrapped:
-            if one.may_have_gradients and (one.witness.has_more or not one.witness.is_unscaled):
-                one.unscale_()
+            unscale_once(one)
         _skip_together(wrapped, shown_scaler.scaler)
     forget_casts()
 
@@ -208,14 +205,11 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
                 found=f"{key}: {shown(one)}",
                 allowed="loss_scaler0, ..., each with loss_scale and unskipped",
             )
-    pairs = list(zip(_amp_state.loss_scalers, (one for _, one in saved), strict=False))
-    settings = [shown_scaler.scaler.settings for shown_scaler, _ in pairs]
-    states = [
-        one.from_state_dict({"loss_scaler0": dict(state)}) if one.dynamic else None
-        for one, (_, state) in zip(settings, pairs, strict=True)
-    ]
-    for (scaler, one), state in zip(pairs, states, strict=True):
-        if state is None:  # a static scale, which may be any number
-            scaler._loss_scale = one["loss_scale"]
-            state = scaler.scaler.state._replace(good_steps=one["unskipped"])
-        scaler.scaler.resume(state)
+    loaded = []
+    for shown_scaler, (_, one) in zip(_amp_state.loss_scalers, saved, strict=False):
+        scaler = shown_scaler.scaler
+        settings = scaler.settings if scaler.settings.dynamic else LossScale.fixed(one["loss_scale"])  # any number
+        loaded.append((scaler, settings, settings.from_state_dict({"loss_scaler0": dict(one)})))
+    for scaler, settings, state in loaded:
+        scaler.settings = settings
+        scaler.resume(state)

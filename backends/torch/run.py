@@ -242,7 +242,8 @@ def _attach(optimizer: Any, session: Session, policy: Policy) -> None:
 
 def _scale_losses(session: Session, policy: Policy) -> None:
     """Scale the losses of backward passes, and unscale the gradients of the leaves that they reach."""
-    original, lock, hooked = torch.autograd.backward, threading.Lock(), set[Tensor]()
+    original: Callable[..., None] = torch.autograd.backward
+    lock, hooked = threading.Lock(), set[Tensor]()
 
     @wraps(original)
     def backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> None:

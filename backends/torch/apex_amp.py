@@ -262,9 +262,8 @@ def _share_scales(
 ) -> None:
     """Start the loss scales anew, also for the optimizers of earlier calls, as in Apex, and attach the new ones."""
     dtype = torch.float16 if properties.patch_torch_functions else properties.cast_model_type or torch.float32
-    shared = _amp_state.scalers
-    shared.main = LossScaler(settings, _FORMATS[dtype])
-    shared.others.clear()
+    shared = _amp_state.scaler
+    LossScaler.__init__(shared, settings, _FORMATS[dtype])
     _amp_state.loss_scalers = [ShownScaler(shared, loss_id) for loss_id in range(count)]
     for optimizer in optimizers:
         if properties.cast_model_type and not properties.master_weights:
@@ -276,7 +275,7 @@ def _share_scales(
             master_weights=None if properties.master_weights else False,
             kind=_Initialized,
         )
-        wrapper.scalers = shared
+        wrapper.scaler = shared
         if (session := current()) is not None:
             session.holders.append(wrapper)
 

@@ -21,7 +21,7 @@ from polyamp.backends.torch.attached import wrapper_of
 from polyamp.backends.torch.autocast.casts import forget_casts
 from polyamp.backends.torch.grad_scaler import unscale_once
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
-from polyamp.backends.torch.scale import LossScaler, LossScalers
+from polyamp.backends.torch.scale import LossScaler
 from polyamp.errors import InvalidValueError, StateError, UsageError, shown, warn_deprecated
 from polyamp.scale import LossScale
 
@@ -49,21 +49,21 @@ class AmpState(ModuleType):
         super().__init__("apex.amp._amp_state")
         self.handle: AmpHandle | None = None
         self.loss_scalers: list[ShownScaler] = []
-        self.scalers = LossScalers(LossScale.like("apex"))
+        self.scaler = LossScaler(LossScale.like("apex"))
         self._amp_state = self
 
 
 class ShownScaler:
     """A loss scale under Apex' names."""
 
-    def __init__(self, scalers: LossScalers, loss_id: int) -> None:
-        self._scalers = scalers
+    def __init__(self, scaler: LossScaler, loss_id: int) -> None:
+        self._scaler = scaler
         self.key = loss_id or None  # the loss without an id in polyamp has number 0 here
 
     @property
     def scaler(self) -> LossScaler:
         """Polyamp's loss scaler."""
-        return self._scalers[self.key]
+        return self._scaler.of(self.key)
 
     def loss_scale(self) -> float:
         """Return the scale. Waits for the device if it is on one."""
@@ -71,7 +71,7 @@ class ShownScaler:
 
     def _set(self, scale: float) -> None:
         if not self.scaler.settings.dynamic:
-            self.scaler.settings = LossScale.fixed(scale)
+            self.scaler.settings = LossScale.fixed(scale).in_float32()
         self.scaler.set(scale, where="loss_scaler._loss_scale = scale")
 
     _loss_scale = property(loss_scale, _set)

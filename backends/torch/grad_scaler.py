@@ -18,13 +18,11 @@ from torch import Tensor
 
 from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.gradients import Gradients
-from polyamp.backends.torch.guards import scaled_twice
-from polyamp.backends.torch.optimizer import LossScaledOptimizer, not_a
+from polyamp.backends.torch.guards import LISTENERS, scaled_twice, update_begins
+from polyamp.backends.torch.optimizer import LossScaledOptimizer, not_a, update_or_skip
 from polyamp.backends.torch.overflow import Overflow, describe, find, named, names_of
 from polyamp.backends.torch.ranks import Overflowed, any_rank, check_process_group
-from polyamp.backends.torch.recording.reach import is_recorded, update_begins
 from polyamp.backends.torch.scale import LossScaler
-from polyamp.backends.torch.skipping import Stepper
 from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping, not_traced
 from polyamp.errors import InvalidValueError, UsageError, shown, warn_once
 from polyamp.libraries import write
@@ -123,7 +121,7 @@ class GradScaler(torch.amp.GradScaler):
         self._process_group = process_group
         self._explain: Callable[[], str] = str
         self._seen: dict[int, _Seen] = {}  # since the last `update`, by the optimizer's id
-        self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, Stepper] = weakref.WeakKeyDictionary()
+        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         if self._own.settings.check and not self._wrapped:
             _ALIVE.add(self)
             ask_before_clipping("scalers", _report_clipping)
@@ -220,8 +218,9 @@ class GradScaler(torch.amp.GradScaler):
                 where="GradScaler.step(optimizer)",
                 fix="call scaler.update() after the steps of a window",
             )
-        stepper = self._steppers.setdefault(optimizer, Stepper(optimizer, None))
-        result, seen.finite = stepper.step(seen.bad, Gradients(optimizer.param_groups))
+        gradients, has_stepped = Gradients(optimizer.param_groups), self._stepped.get(optimizer, False)
+        result, seen.finite = update_or_skip(optimizer, seen.bad, gradients, None, has_stepped=has_stepped)
+        self._stepped[optimizer] = has_stepped or seen.finite is True
         self._explain = partial(_reason, weakref.ref(optimizer), scaler.loss_was_finite, seen.overflowed)
         self._last_step = StepResult(scaler.state, seen.finite, self._explain)
         return result
@@ -359,16 +358,16 @@ class GradScaler(torch.amp.GradScaler):
         )
 
 
-_NOT_COPIED = ("_seen", "_steppers", "_process_group", "_explain")
+_NOT_COPIED = ("_seen", "_stepped", "_process_group", "_explain")
 _ALIVE: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # all enabled scalers of plain optimizers in this process
 
 
 def _report_clipping(given: list[Tensor], limit: float, *, measured: bool) -> list[Tensor]:
     """Warn once if gradients are clipped that a scaler has not unscaled; torch's scaler allows it."""
-    graded = set() if math.isinf(limit) or is_recorded() else {id(one) for one in given if one.grad is not None}
+    graded = set() if math.isinf(limit) or LISTENERS else {id(one) for one in given if one.grad is not None}
     for scaler in tuple(_ALIVE) if graded else ():
         # A scaler meets an optimizer at its first step, so nothing is known before.
-        known = [one for one in scaler._steppers if id(one) not in scaler._seen] if scaler._scaler.has_losses else []
+        known = [one for one in scaler._stepped if id(one) not in scaler._seen] if scaler._scaler.has_losses else []
         if any(id(param) in graded for one in known for group in one.param_groups for param in group["params"]):
             warn_once(
                 "gradients are clipped while they are multiplied by the loss scale, which makes them far too small: "
@@ -396,7 +395,7 @@ def _checked(optimizers: LossScaledOptimizer | Iterable[LossScaledOptimizer]) ->
         if not isinstance(one, LossScaledOptimizer):
             fix = "GradScaler(optimizers=polyamp.wrap_optimizer(optimizer, policy))"
             raise not_a(LossScaledOptimizer, one, where="GradScaler(optimizers=)", fix=fix)
-        if one.scalers is not wrapped[0].scalers:
+        if one.scaler is not wrapped[0].scaler:
             fix = "wrap them together: polyamp.wrap_optimizer([first, second], policy)"
             raise different_loss_scales(where="GradScaler(optimizers=)", fix=fix)
     return wrapped

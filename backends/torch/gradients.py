@@ -26,18 +26,15 @@ class Gradients:
     def __init__(
         self, param_groups: Iterable[dict[str, Any]], norm_group: Callable[[Tensor], Any] | None = None
     ) -> None:
-        self._params = [param for group in param_groups for param in group["params"]]
-        self._grads = [grad for param in self._params if (grad := param.grad) is not None]
-        self._norm_group = shard_group if norm_group is None and have_flattened(self._params) else norm_group
+        self.parameters: list[Any] = []
+        for group in param_groups:
+            self.parameters += group["params"]
+        self._grads = [grad for param in self.parameters if (grad := param.grad) is not None]
+        self._norm_group = shard_group if norm_group is None and have_flattened(self.parameters) else norm_group
         self._buckets: dict[Any, Bucket] | None = None
 
     def __bool__(self) -> bool:
         return bool(self._grads)
-
-    @property
-    def parameter_count(self) -> int:
-        """The number of all parameters, with or without a gradient."""
-        return len(self._params)
 
     @property
     def first(self) -> Tensor:
@@ -48,21 +45,23 @@ class Gradients:
     @property
     def params(self) -> Iterator[Tensor]:
         """The parameters that have these gradients."""
-        return (param for param in self._params if param.grad is not None)
+        return (param for param in self.parameters if param.grad is not None)
 
     def are_simple(self) -> bool:
         """Return whether all parameters, also those without a gradient, are real, on one device and whole. Cache it."""
-        kinds, dtypes = {*map(type, self._params)}, {param.dtype for param in self._params}
-        return kinds <= {Tensor, Parameter} and dtypes <= REAL and len({param.device for param in self._params}) == 1
+        kinds, dtypes = {*map(type, self.parameters)}, {param.dtype for param in self.parameters}
+        return kinds <= {Tensor, Parameter} and dtypes <= REAL and len({param.device for param in self.parameters}) == 1
 
     def unscale(self, inverse_scale: Tensor, *, simple: bool = False, over_mesh: bool = False) -> Tensor:
         """Multiply every gradient in place, in float32 arithmetic, and test the previous values for inf and NaN."""
         with torch.no_grad():
-            flag = self._unscale_at_once(inverse_scale) if simple and self else None
-            if flag is not None:
-                return flag
+            if simple and self._grads:
+                try:  # without testing layouts, which is slow; torch refuses sparse gradients before it writes anything
+                    return _unscale(self._grads, inverse_scale)
+                except RuntimeError:
+                    pass
             buckets = self.buckets() if over_mesh else [[local(grad) for grad in bucket] for bucket in self.buckets()]
-            return _any([_unscale(bucket, inverse_scale) for bucket in buckets], self._params[0].device)
+            return _any([_unscale(bucket, inverse_scale) for bucket in buckets], self.parameters[0].device)
 
     def test(self) -> Tensor:
         """Return a float32 scalar: 1.0 if this rank has a gradient that is not finite, else 0.0."""
@@ -71,7 +70,7 @@ class Gradients:
             flags = [
                 _has_non_finite(filled) for bucket in buckets if (filled := [one for one in bucket if one.numel()])
             ]
-            return _any(flags, self._params[0].device)
+            return _any(flags, self.parameters[0].device)
 
     def clip(self, max_norm: float, skipped: Tensor | None = None) -> Tensor:
         """Scale the gradients in place so that their global L2 norm is at most ``max_norm``."""
@@ -82,10 +81,10 @@ class Gradients:
             for kind, bucket in buckets.items():
                 norms += _norms(bucket) if kind[-1] is None else ()
             if self._norm_group is not None:
-                groups = dict.fromkeys(map(self._norm_group, self._params))  # in the same order on every rank
+                groups = dict.fromkeys(map(self._norm_group, self.parameters))  # in the same order on every rank
                 norms += [self._norm_over(group) for group in groups if group is not None]
             if not norms:
-                return torch.zeros((), device=self._params[0].device)
+                return torch.zeros((), device=self.parameters[0].device)
             if len(buckets) > 1:
                 norms = [norm.to(norms[0].device) for norm in norms]
             total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -118,18 +117,11 @@ class Gradients:
     def _norm_over(self, group: Any) -> Tensor:
         """Return the norm over a group of ranks. Every rank of it takes part, with or without gradients."""
         norms = [norm for kind, bucket in self._sorted().items() if kind[-1] is group for norm in _norms(bucket)]
-        device = self._params[0].device
+        device = self.parameters[0].device
         here = [norm.to(device) for norm in norms] or [torch.zeros((), device=device)]
         total = torch.stack(here).square().sum()
         torch.distributed.all_reduce(total, group=group)
         return total.sqrt()
-
-    def _unscale_at_once(self, inverse_scale: Tensor) -> Tensor | None:
-        """Unscale without testing layouts, which is slow; torch refuses sparse gradients before it writes anything."""
-        try:
-            return _unscale(self._grads, inverse_scale)
-        except RuntimeError:
-            return None
 
 
 def _unscale(bucket: Bucket, inverse_scale: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 from polyamp.backends.torch.autocast.regions import LAST
 from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.recording.reach import is_recorded
 from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping
 from polyamp.errors import UsageError, clipped_scaled, warn_once
 from polyamp.policies import in_policy, report_missing_scale
@@ -38,6 +38,29 @@ def scaled_twice(inner: torch.optim.Optimizer, *, where: str = "GradScaler.step(
         fix="leave the scaler out: call the optimizer's own backward(loss) and step(); or give the plain optimizer to "
         "the scaler",
     )
+
+
+Closure = Callable[[], Any]
+Listener = Callable[[Closure | None, float | None], None]
+
+LISTENERS: list[Listener] = []
+"""Functions of recordings, which are called where an update begins; while there are some, steps are only observed."""
+
+
+def update_begins(closure: Closure | None = None, scale: Callable[[], float] | None = None) -> None:
+    """Call the listeners, before an optimizer reads or changes anything. If one raises, the update ends."""
+    for listener in LISTENERS:
+        listener(closure, None if scale is None else scale())
+
+
+@contextmanager
+def observed(listener: Listener) -> Iterator[None]:
+    """Call a function at every update while this context is active."""
+    LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        LISTENERS.remove(listener)
 
 
 def check_no_scaler(optimizer: LossScaledOptimizer) -> None:
@@ -123,7 +146,7 @@ def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptim
     Raises:
         UsageError: gradients that are scaled, or masters whose norm was not measured.
     """
-    if is_recorded() or torch.compiler.is_compiling():
+    if LISTENERS or torch.compiler.is_compiling():
         return params
     clipped = set(map(id, params))
     masters_of: dict[int, Tensor] = {}
@@ -153,17 +176,6 @@ def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptim
     return [masters_of.get(id(param), param) for param in params] if masters_of else params
 
 
-def report_forgotten_scale(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:
-    """Warn once if a region since the last step needs a loss scale, and no wrapped optimizer has one."""
-    # If another optimizer has one, the region may have been for that one.
-    if LAST.count == optimizer.regions_before:
-        return
-    optimizer.regions_before = LAST.count
-    if not optimizer.scaler.multiplies and not any(one.scaler.multiplies for one in list(alive)):
-        optimizer.lacks_policy = False  # reported here
-        report_missing_scale(optimizer.scaler.settings, optimizer.scaler.compute, LAST.policy, stacklevel=4)
-
-
 def look_for_casts(optimizer: LossScaledOptimizer, loss: Any) -> None:
     """Note whether one of the first losses of an optimizer for 16 bits shows a region, or a cast to 16 bits."""
     dtype = DTYPES.get(optimizer.scaler.compute or "")
@@ -172,21 +184,29 @@ def look_for_casts(optimizer: LossScaledOptimizer, loss: Any) -> None:
         optimizer.lowers = seen or any(map(_casts, leaves(loss)))
 
 
-def report_not_lowered(optimizer: LossScaledOptimizer) -> None:
-    """Warn at the second step if the model computes in float32 and the optimizer is for 16 bits, or has no policy."""
-    optimizer.steps += 1
-    if optimizer.steps == _STEPS and optimizer.lacks_policy and not in_policy():
-        warn_once(
-            "the optimizer was wrapped without a policy, so nothing is scaled or checked: pass one, as in "
-            'polyamp.wrap_optimizer(optimizer, "mixed_float16").',
-            stacklevel=4,
-        )
-    if optimizer.steps == _STEPS and optimizer.lowers is False:
-        warn_once(
-            f"the optimizer was wrapped for {optimizer.scaler.compute}, and its losses were computed in float32 alone: "
-            "nothing runs in 16 bits. Compute the loss in a region: with polyamp.autocast(policy): ...",
-            stacklevel=4,
-        )
+def report_policy(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:
+    """Warn once, at a later step, if the regions and the optimizer's policy do not fit each other."""
+    if optimizer.steps < _STEPS:
+        optimizer.steps += 1
+        if optimizer.steps == _STEPS and optimizer.lacks_policy and not in_policy():
+            warn_once(
+                "the optimizer was wrapped without a policy, so nothing is scaled or checked: pass one, as in "
+                'polyamp.wrap_optimizer(optimizer, "mixed_float16").',
+                stacklevel=4,
+            )
+        if optimizer.steps == _STEPS and optimizer.lowers is False:
+            warn_once(
+                f"the optimizer was wrapped for {optimizer.scaler.compute}, and its losses were computed in float32 "
+                "alone: nothing runs in 16 bits. Compute the loss in a region: with polyamp.autocast(policy): ...",
+                stacklevel=4,
+            )
+    scaler = optimizer.scaler
+    if scaler.multiplies or LAST.thread.count == optimizer.regions_before:
+        return
+    optimizer.regions_before = LAST.thread.count
+    if not any(one.scaler.multiplies for one in list(alive)):  # the region may have been for another optimizer
+        optimizer.lacks_policy = False  # reported here
+        report_missing_scale(scaler.settings, scaler.compute, LAST.policy, stacklevel=4)
 
 
 _STEPS = 2  # the first one can be a warm-up

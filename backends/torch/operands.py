@@ -184,16 +184,6 @@ def sort(rule: UpdateRule, optimizer: torch.optim.Optimizer, places: Sequence[Pl
     return [Batch(rule, optimizer, kind) for kind in kinds.values()]
 
 
-def count_on_host(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-    """Move the step count to the CPU, where torch's own step can read it without waiting for the device."""
-    if group.get("fused") or group.get("capturable"):
-        return
-    for key in group["params"]:
-        state = optimizer.state.get(key, {})
-        if isinstance(state.get("step"), Tensor):
-            state["step"] = state["step"].cpu()
-
-
 class Calls:
     """The calls of the last step, reused for the next one as long as parameters and state are the same."""
 
@@ -213,25 +203,23 @@ class Calls:
         rule: UpdateRule,
         masters: Masters,
         is_for: Callable[[torch.device], bool],
-    ) -> tuple[list[Batch], list[int]]:
-        """Return the calls, and the numbers of the groups with gradients that no operator can step."""
+    ) -> list[Batch] | None:
+        """Return the calls; None if there is a gradient that no operator can step."""
         kinds = [(len(group["params"]), rule.moments(group)) for group in inner.param_groups]
         if not (kinds == self._kinds and self._are_current(inner, masters)):
             self._look(inner, masters, is_for)
             self._kinds = kinds
         covered = [rule.numbers(group) is not None for group in inner.param_groups]
-        graded, left = [], set()
+        taken = []
         for place, supported in zip(self._places, self._supported, strict=True):
-            param = place.param
-            if (grad := param.grad) is not None:
-                graded.append(place)
-                if not (supported and covered[place.group] and _fits(grad, param)):
-                    left.add(place.group)
-        taken = [place for place in graded if place.group not in left] if left else graded
+            if (grad := place.param.grad) is not None:
+                if not (supported and covered[place.group] and _fits(grad, place.param)):
+                    return None
+                taken.append(place)
         if not _same(taken, self._taken):
             self._taken, self._batches = taken, sort(rule, inner, taken)
             self._states = [*map(id, inner.state.values())]  # these objects live as long as the batches
-        return self._batches, sorted(left)
+        return self._batches
 
     def _are_current(self, inner: torch.optim.Optimizer, masters: Masters) -> bool:
         """Return whether the optimizer still has these parameters, at the same addresses, with the same state."""

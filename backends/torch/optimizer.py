@@ -6,7 +6,7 @@ A step, in `LossScaledOptimizer.make_step`, does this, in this order:
 2. It tests them for inf and NaN, and
 3. divides them by that factor, in float32: ``gradients.py``.
 4. It clips them to ``max_grad_norm``.
-5. The inner optimizer updates the parameters or their masters, or skips: ``skipping.py``.
+5. The inner optimizer updates the parameters or their masters, or skips: `update_or_skip` below.
 6. The loss scale advances: ``scale.py``.
 
 For example, a loss of 0.5 under a loss scale of 1024 and an `SGD` on the CPU:
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,27 +32,23 @@ from polyamp.backends.torch import checkpoints, overflow, saving
 from polyamp.backends.torch.autocast.regions import LAST
 from polyamp.backends.torch.closures import step_with_closure
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.fused import FusedStep, Scaled
 from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.guards import (
+    LISTENERS,
     check_no_scaler,
     check_not_shared,
     guard,
     look_for_casts,
-    report_forgotten_scale,
-    report_not_lowered,
+    report_policy,
+    update_begins,
 )
-from polyamp.backends.torch.kernels.control import applied_flag, scale_on
 from polyamp.backends.torch.masters import make_masters
-from polyamp.backends.torch.operands import NO_MASTERS, Batch
 from polyamp.backends.torch.overflow import Overflow
 from polyamp.backends.torch.provenance import Scaling, Witness, not_cleared
 from polyamp.backends.torch.ranks import Overflowed, any_rank, check_norm_group, check_process_group, has_peers
-from polyamp.backends.torch.recording.reach import update_begins
-from polyamp.backends.torch.scale import LossScaler, LossScalers, losses_in
+from polyamp.backends.torch.scale import LossScaler, losses_in
 from polyamp.backends.torch.sharding import check_groups
-from polyamp.backends.torch.skipping import Stepper
-from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced
+from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced, note_step
 from polyamp.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -65,7 +61,12 @@ from polyamp.errors import (
 )
 from polyamp.scale import LossScale, StepResult
 
+if TYPE_CHECKING:
+    from polyamp.backends.torch.fused import FusedStep
+
 Groups = list[dict[str, Any]]
+
+_SETTINGS = ("masters_wanted", "fused_step", "on_device", "has_stepped")
 
 
 class LossScaledOptimizer(torch.optim.Optimizer):
@@ -109,7 +110,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     # What copies and pickles keep. Not kept: what is known of the gradients, a `step` that a scheduler patched on the
     # instance, and process groups, which cannot be copied.
-    _KEPT = ("inner", "scalers", "max_grad_norm", "masters", "last_step", "stepper", "operators", "masters_wanted")
+    _KEPT = ("inner", "scaler", "max_grad_norm", "masters", "last_step", *_SETTINGS)
 
     def __init__(
         self,
@@ -131,19 +132,18 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             raise wrapped_already(f"{type(optimizer).__name__}, attached to its wrapper")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
+        _check_fused_step(fused_step)
         check_process_group(process_group)
         check_norm_group(norm_group)
         check_groups([param for group in optimizer.param_groups for param in group["params"]])
         named = named_tensors(named_parameters)
-        settings = loss_scale or LossScale()
         self.inner: torch.optim.Optimizer = optimizer
-        self.scalers = LossScalers(settings, compute)
-        self.operators = FusedStep(optimizer, fused_step)
-        self.stepper = Stepper(optimizer, fused_step if settings.check else False)
-        self.max_grad_norm = max_grad_norm
+        self.scaler = LossScaler(loss_scale or LossScale(), compute)  # of losses without an id
+        self.max_grad_norm, self.fused_step, self.masters_wanted = max_grad_norm, fused_step, master_weights
+        self.on_device = fused_step if self.scaler.settings.check else False  # who skips; see `update_or_skip`
         self.masters = make_masters(optimizer, master_weights)
-        self.last_step = StepResult(self.scalers.main.state)
-        self.masters_wanted = master_weights
+        self.last_step = StepResult(self.scaler.state)
+        self.has_stepped = False  # whether the inner optimizer has, since its state was replaced
         self._start(process_group, norm_group, named)
 
     def _start(
@@ -153,12 +153,13 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.is_stepping = False
         self.process_group, self.norm_group = process_group, norm_group
         self.named = {} if named is None else named
-        self.steps, self.regions_before, self.lacks_policy = 0, LAST.count, False  # see `report_not_lowered`
+        self.steps, self.regions_before, self.lacks_policy = 0, LAST.count, False  # see `report_policy`
         self.lowers: bool | None = None
         self.flags: dict[LossScaler, Tensor] = {}  # by loss: whether gradients were not finite when they were unscaled
         self._overflowed: Overflowed | None = None  # the ranks that overflowed in the last step
         self._partners: Tensor | None = None  # the flag of optimizers that skip together with this one
         self._simple = (0, False)  # the number of parameters at the last `Gradients.are_simple`, and its result
+        self._fused: FusedStep | None = None
         self.witness = Witness(self)
         guard(self, ALIVE)
 
@@ -170,7 +171,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self._start()
 
     def __repr__(self) -> str:
-        return f"LossScaledOptimizer({self.inner!r}, {self.scalers.main.settings!r})"
+        return f"LossScaledOptimizer({self.inner!r}, {self.scaler.settings!r})"
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner" or name.startswith("__"):  # copying and unpickling start without an inner optimizer
@@ -183,14 +184,9 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         return self.inner.defaults
 
     @property
-    def scaler(self) -> LossScaler:
-        """The loss scaler of losses without an id."""
-        return self.scalers.main
-
-    @property
     def loss_scale(self) -> float:
         """The scale that the next loss is multiplied by. Reading it waits for the device if the scale is on one."""
-        return float(self.scalers.main.state.scale)
+        return float(self.scaler.state.scale)
 
     @loss_scale.setter
     def loss_scale(self, scale: float) -> None:
@@ -204,12 +200,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     @property
     def checks(self) -> bool:
         """Whether gradients are tested at all."""
-        return self.scalers.main.settings.check
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other rank waits for this one."""
-        return not has_peers(self.process_group)
+        return self.scaler.settings.check
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -242,8 +233,9 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """
         if not torch.compiler.is_compiling() and infers_pipeline():
             return loss
-        look_for_casts(self, loss)
-        return self.scalers[loss_id].scale(loss, process_group=self.process_group, by=self)
+        if self.steps < 2:
+            look_for_casts(self, loss)
+        return self.scaler.of(loss_id).scale(loss, process_group=self.process_group, by=self)
 
     @not_traced
     def backward(self, loss: Tensor, loss_id: Hashable = None, **options: Any) -> None:
@@ -252,7 +244,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: the gradients of the last step were not cleared.
         """
-        if self.checks and self.witness.is_consumed:
+        if self.witness.is_consumed and self.checks:
             raise not_cleared(where="backward(loss)")
         self.scale(loss, loss_id).backward(**options)
 
@@ -289,7 +281,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: no parameter has a gradient, they are unscaled already, or their loss was not scaled.
         """
-        update_begins()
+        if LISTENERS:
+            update_begins()
         if self.witness.is_unscaled and not self.witness.has_more:
             raise _unscaled_already(where="unscale_()", fix="call it once after the last backward()")
         self._unscale_now(scaled)
@@ -310,7 +303,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             InvalidValueError: ``max_norm`` is negative or NaN.
         """
         _check_norm(max_norm)
-        update_begins()
+        if LISTENERS:
+            update_begins()
         norm = self._unscale_now(scaled).clip(max_norm)
         if self.masters is not None and self.witness.taken_from is not None:
             self.masters.give_back(self.witness.taken_from.factor)
@@ -343,36 +337,34 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss on an accelerator was inf or NaN.
         """
         check_no_scaler(self)
-        update_begins(closure)
+        if LISTENERS:
+            update_begins(closure)
         result = self.make_step(scaled) if closure is None else step_with_closure(self, closure, scaled)
-        report_forgotten_scale(self, ALIVE)
-        report_not_lowered(self)
+        report_policy(self, ALIVE)
         return result
 
     def _unscale_now(self, scaled: bool | None) -> Gradients:
         scaling = self.settle(scaled)
-        gradients = self._take(remember=True)
-        if self._checks(scaling) and self.witness.contributors and self.witness.is_unscaled:
+        gradients, checks = self._take(remember=True), self._checks(scaling)
+        if not self.witness.is_unscaled:
+            self._note(self._unscale(gradients, scaling, checks=checks), scaling)
+        elif checks and self.witness.contributors:
             self._note(gradients.test(), scaling)
-        elif not self.witness.is_unscaled:
-            self._note(self._unscale(gradients, scaling), scaling)
         return gradients
 
     def make_step(self, scaled: bool | None = None) -> Any:
         """Make a step from the gradients that are there, in the order that the top of this file describes."""
-        for scaler in self.scalers:
-            scaler.report_earlier_step(lambda: overflow.explain(self), process_group=self.process_group)
-        scaling = self.settle(scaled)
+        for scaler in self.scaler.all():
+            if scaler.late.copy is not None:
+                scaler.report_earlier_step(overflow.explanation(self), process_group=self.process_group)
+        scaling, operators = self.settle(scaled), self._operators()
         self.is_stepping = True
         try:
-            uses_operators = self.operators.are_used()
-            batches = self._scaled_batches(scaling) if uses_operators else None
-            if batches is not None:
-                return self._step_by_operators(batches, scaling)
-            bad, gradients = self.prepare(scaling)
-            on_device = uses_operators and self.stepper.on_device is not False
-            stepped = self.operators.step_unscaled(bad) if on_device else None
-            result, finite = self.stepper.step(bad, gradients) if stepped is None else stepped
+            if operators is not None and operators.step(self, scaling):
+                return None
+            bad, gradients = self.prepare(scaling, operators)
+            result, finite = update_or_skip(self.inner, bad, gradients, self.on_device, has_stepped=self.has_stepped)
+            self.has_stepped = self.has_stepped or finite is True
             self.finish(finite, scaling)
             return result
         finally:
@@ -386,14 +378,14 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             raise not_a(bool, scaled, where="step(scaled=), unscale_(scaled=), clip_grad_norm_(scaled=)", fix=fix)
         if scaled and witness.is_unscaled:
             raise _unscaled_already(where="step(scaled=True)", fix="leave scaled= out after unscale_()")
-        if self.checks and witness.is_consumed:
+        if witness.is_consumed and self.checks:
             raise _no_backward("the gradients of the last step")
         with_gradient = self.first_with_gradient()
         first = None if with_gradient is None else with_gradient.grad
         if first is None:
-            if self.is_alone:
+            if not has_peers(self.process_group):
                 raise _no_backward("no parameter with a gradient")
-            return witness.scaling or Scaling(self.scaler, self.scalers.main.state.scale)  # peers wait for this rank
+            return witness.scaling or Scaling(self.scaler, self.scaler.state.scale)  # peers wait for this rank
         if first.dtype in SIXTEEN_BIT and self.masters is None and self.masters_wanted is not False:
             raise UsageError(
                 "the parameters were converted to 16 bits after their optimizer was wrapped",
@@ -402,55 +394,58 @@ class LossScaledOptimizer(torch.optim.Optimizer):
                 fix="convert the model before its optimizer is wrapped, or wrap with master_weights=False",
             )
         scaling = witness.settle(self.scaler, declared=scaled)
-        check_not_shared(self, scaling, ALIVE)
+        if len(ALIVE) > 1:
+            check_not_shared(self, scaling, ALIVE)
         return scaling
 
     def first_with_gradient(self) -> Tensor | None:
         """Return the first of the model's own parameters that has a gradient."""
-        for group in self.parameter_groups():
-            for param in group:
-                if param.grad is not None:
-                    return param
+        models = {} if self.masters is None else self.masters.models_by_id()
+        for group in self.inner.param_groups:
+            for param in group["params"]:
+                own: Tensor = models.get(id(param), param)
+                if own.grad is not None:
+                    return own
         return None
 
-    def prepare(self, scaling: Scaling) -> tuple[Tensor, Gradients]:
+    def prepare(self, scaling: Scaling, operators: FusedStep | None = None) -> tuple[Tensor, Gradients]:
         """Test, unscale and clip. The tensor is 1.0 if a rank has a gradient that is not finite, else 0.0."""
         limit, was_unscaled, checks = self.max_grad_norm, self.witness.is_unscaled, self._checks(scaling)
-        gradients = self._take()
-        if checks and limit is not None and not was_unscaled and self._operators_clip(gradients):
-            factor = scale_on(scaling.factor, gradients.first.device)
-            bad = self.operators.unscale_and_clip(gradients, factor, limit)
-        else:
-            bad = self._unscale(gradients, scaling)
-            norm = None if limit is None else gradients.clip(limit, skipped=bad)
+        gradients, found = self._take(on_device=operators is not None), None
+        if operators is not None and checks and not was_unscaled and limit is not None and self.norm_group is None:
+            found = operators.unscale_and_clip(gradients, scaling.factor, limit)
+        bad = self._unscale(gradients, scaling, checks=checks) if found is None else found
+        if found is None and limit is not None:
+            norm = gradients.clip(limit, skipped=bad)
             if was_unscaled and checks:  # somebody may have changed them since
-                bad = gradients.test() if norm is None else norm.isfinite().logical_not().float()
+                bad = norm.isfinite().logical_not().float()
+        elif was_unscaled and checks:
+            bad = gradients.test()
         if not checks:
             return bad, gradients
         if self._partners is not None:
             bad = torch.maximum(bad, self._partners.to(bad.device))
         self._note(bad, scaling)
-        return self._over_ranks(bad), gradients
+        return self._over_ranks(bad) if has_peers(self.process_group) else bad, gradients
 
     def finish(self, finite: bool | Tensor, scaling: Scaling) -> None:
         """Round the masters into the model after an applied step, advance the loss scale, and report a skipped step."""
         scaler, known = scaling.scaler, scaling.scaler.loss_was_finite
         explain: Callable[[], str] | None = None
-        if isinstance(finite, Tensor):
-            explain = overflow.later(self, known, self._overflowed)
-        elif not finite:
-            explain = overflow.now(self, None if known is None else bool(known), self._overflowed)
+        if finite is not True:
+            explain = overflow.explanation(self, known, self._overflowed, skipped=finite is False)
         if finite is not False and self.masters is not None:
             self.masters.update_model()
-        for each, was_finite in self._finite_by_loss(finite) or [(scaler, finite)]:
+        by_loss = self._finite_by_loss(finite) if len(self.flags) > 1 else [(next(iter(self.flags), scaler), finite)]
+        for each, was_finite in by_loss:
             each.advance(was_finite, self)
-        self._close(scaler, finite, explain)
+        self.close(scaler, finite, explain)
         if finite is False:
             if isinstance(known, Tensor) and not known:
                 scaler.report_loss("inf or NaN", process_group=self.process_group, where="scaling the loss")
             scaler.report_step(explain)
 
-    def _close(
+    def close(
         self, scaler: LossScaler, finite: bool | Tensor, explain: Callable[[], str] | None, left: Scaling | None = None
     ) -> None:
         """End the step; ``left`` is what the gradients still are multiplied by."""
@@ -460,53 +455,31 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.flags, self._partners = {}, None
         self.witness.close(left or Scaling(scaler, 1.0))
 
-    def _scaled_batches(self, scaling: Scaling) -> Sequence[Batch] | None:
-        """Return the calls of a step by operators alone; None if gradients have to be unscaled first, or are."""
-        masters, clips = self.masters, self.max_grad_norm is not None
-        if self.witness.is_unscaled or len(self.witness.contributors) > 1 or self.flags or self._partners is not None:
+    def _operators(self) -> FusedStep | None:
+        """Return polyamp's operators, if they are used for the first parameter."""
+        params = next((group["params"] for group in self.inner.param_groups if group["params"]), None)
+        if params is None or self.fused_step is False or (self.fused_step is None and not params[0].is_cuda):
             return None
-        if masters is None and not self._checks(scaling):
-            return None  # nothing to unscale or to round: the optimizer's own kernel is as fast
-        if clips and self.norm_group is not None:
-            return None  # other ranks may take another way, and all have to sum the norm alike
-        if masters is not None:
-            masters.follow(on_device=True)
-            masters.clear_gradients()
-        by_master = NO_MASTERS if masters is None else masters.parameters_by_master()
-        return self.operators.scaled_batches(by_master, clips=clips)
+        if self._fused is None:
+            from polyamp.backends.torch.fused import FusedStep  # other programs do not load the operators
 
-    def _step_by_operators(self, batches: Sequence[Batch], scaling: Scaling) -> None:
-        """Do everything from 2 to 6 in two operators, which read the model's own scaled gradients."""
-        scaler = scaling.scaler
-        device: torch.device = batches[0].device if batches else self.param_groups[0]["params"][0].device
-        checks, known = scaler.settings.check, scaler.loss_was_finite
-        scaled = Scaled(
-            scale=scale_on(scaling.factor, device),
-            settings=scaler.settings,
-            control=scaler.control_on(device),
-            advance=checks and scaler.opens_round(self),
-            max_norm=self.max_grad_norm,
-            process_group=self.process_group,
-        )
-        report, overflowed = self.operators.step_scaled(batches, scaled)
-        applied = applied_flag(report) if checks else True
-        if scaled.advance:
-            scaler.advanced(report, self)
-        else:
-            scaler.advance(applied, self)
-        self._close(scaler, applied, overflow.later(self, known, overflowed), left=scaling)
+            self._fused = FusedStep(self.inner, always=self.fused_step is True)
+        return self._fused if self._fused.is_for(params[0].device) else None
 
-    def _operators_clip(self, gradients: Gradients) -> bool:
-        return self.operators.are_used() and self.norm_group is None and self.operators.can_clip(gradients)
+    @property
+    def has_tested_gradients(self) -> bool:
+        """Whether gradients were tested or unscaled, or a skip was decided, before the step."""
+        witness = self.witness
+        return witness.is_unscaled or len(witness.contributors) > 1 or bool(self.flags) or self._partners is not None
 
     def _checks(self, scaling: Scaling) -> bool:
         return scaling.scaler.settings.check or self.checks
 
-    def _take(self, *, remember: bool = False) -> Gradients:
+    def _take(self, *, remember: bool = False, on_device: bool = False) -> Gradients:
         """Return the gradients of the parameters in the groups, which masters take from the model's."""
         masters, witness = self.masters, self.witness
         if masters is not None:
-            masters.follow(on_device=self.operators.are_used())
+            masters.follow(on_device=on_device)
             if not witness.is_unscaled:
                 masters.take_gradients(remember=remember)
             elif witness.taken_from is not None:
@@ -515,13 +488,12 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             return Gradients(self.inner.param_groups)
         return Gradients(self.inner.param_groups, lambda _: self.norm_group)
 
-    def _unscale(self, gradients: Gradients, scaling: Scaling) -> Tensor:
+    def _unscale(self, gradients: Gradients, scaling: Scaling, *, checks: bool) -> Tensor:
         """Divide by the factor unless that was done; return this rank's flag of what was not finite before."""
-        witness = self.witness
-        if witness.is_unscaled or not self._checks(scaling):
+        if self.witness.is_unscaled or not checks:
             return torch.zeros((), device="cpu")
-        if self._simple[0] != gradients.parameter_count:
-            self._simple = gradients.parameter_count, gradients.are_simple()
+        if self._simple[0] != len(gradients.parameters):
+            self._simple = len(gradients.parameters), gradients.are_simple()
         inverse, over_mesh = scaling.scaler.inverse(scaling.factor), self.process_group is not None
         return gradients.unscale(inverse, simple=self._simple[1], over_mesh=over_mesh)  # a group may not span the mesh
 
@@ -539,10 +511,10 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def _over_ranks(self, bad: Tensor) -> Tensor:
         """Combine the flags of this step, and of each loss if there are several, over the ranks."""
-        if self.scalers.others and not self.is_alone:  # all ranks combine the same losses, also those that reached some
+        if self.scaler.others:  # all ranks combine the same losses, also those that reached some
             recent = self.witness.recent_scalers()
-            own = {each: self.flags.get(each, bad * 0) for each in self.scalers if each in self.flags or each in recent}
-            self.flags = own | self.flags
+            reached = [each for each in self.scaler.all() if each in self.flags or each in recent]
+            self.flags = {each: self.flags.get(each, bad * 0) for each in reached} | self.flags
         if len(self.flags) < 2:
             bad, self._overflowed = any_rank(bad, self.process_group)
             return bad
@@ -553,8 +525,6 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def _finite_by_loss(self, finite: bool | Tensor) -> list[tuple[LossScaler, bool | Tensor]]:
         """Return for each loss whether its gradients were finite: bools if ``finite`` is a bool."""
-        if len(self.flags) < 2:
-            return [(next(iter(self.flags)), finite)] if self.flags else []
         flags = torch.stack(list(self.flags.values())) > 0
         blamed = flags | ~flags.any()  # all, if they became so after they were unscaled
         if isinstance(finite, bool):
@@ -587,23 +557,23 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     def test_before(self, scaler: LossScaler) -> None:
         """Test the gradients so far, if a loss of another id is about to add to them: an overflow is of one of them."""
         gradients = Gradients([{"params": [*self.model_parameters()]}])
-        if scaler in self.scalers and self.witness.contributors and gradients:
+        if scaler in self.scaler.all() and self.witness.contributors and gradients:
             self._blame(gradients.test(), self.witness.contributors)
             self.witness.contributors = []
 
     @property
     def may_have_gradients(self) -> bool:
         """Whether there may be something to update, here or on another rank."""
-        return not self.is_alone or self.first_with_gradient() is not None
+        return has_peers(self.process_group) or self.first_with_gradient() is not None
 
     def share_scales(self, other: LossScaledOptimizer) -> None:
         """Use the loss scales of another wrapped optimizer, which trains on the same losses."""
-        self.scalers = other.scalers
-        self.last_step = StepResult(self.scalers.main.state)
+        self.scaler = other.scaler
+        self.last_step = StepResult(self.scaler.state)
 
     def holders(self) -> Iterator[Any]:
         """Yield the objects that hold data about losses and gradients, for `recording.reach.keep`."""
-        yield from (self, self.witness, *self.scalers)
+        yield from (self, self.witness, *self.scaler.all())
 
     def skip_with(self, bad: Tensor) -> None:
         """Skip the next step if a flag is not 0, as if a gradient were not finite."""
@@ -689,11 +659,40 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             StateError: it is another kind of state, incomplete, or of other parameters; nothing is changed.
         """
         saving.load(self, checkpoints.unpacked(self, state_dict) if checkpoints.is_shown(state_dict) else state_dict)
-        self.stepper.forget()
+        self.has_stepped = False
 
 
 ALIVE: weakref.WeakSet[LossScaledOptimizer] = weakref.WeakSet()
 """All wrapped optimizers in this process."""
+
+
+def update_or_skip(
+    inner: torch.optim.Optimizer, bad: Tensor, gradients: Gradients, on_device: bool | None, *, has_stepped: bool
+) -> tuple[Any, bool | Tensor]:
+    """Let an optimizer step unless a flag is set; return its result, and whether it stepped.
+
+    The host reads the flag, which waits for the device, or passes it to a fused optimizer, whose kernel reads it:
+
+        CPU, or an optimizer without fused=True    bad == 1.0 -> read by the host -> inner.step() is not called
+        accelerator, fused=True                    bad -> inner.found_inf -> inner.step(), whose kernel writes nothing
+    """
+    wanted = bad.device.type != "cpu" if on_device is None else on_device
+    # torch's fused SGD allocates momentum without filling it, and would keep that memory if its kernel skipped. So the
+    # host decides until every parameter had an applied step.
+    if wanted and getattr(inner, "_step_supports_amp_scaling", False) and _is_complete(inner, gradients, has_stepped):
+        inner.found_inf = bad  # type: ignore[attr-defined]  # interface of _step_supports_amp_scaling
+        try:
+            return inner.step(), bad == 0
+        finally:
+            del inner.found_inf  # type: ignore[attr-defined]
+    if bad:
+        note_step(inner)
+        return None, False
+    return inner.step(), True
+
+
+def _is_complete(inner: torch.optim.Optimizer, gradients: Gradients, has_stepped: bool) -> bool:
+    return all(map(inner.state.__contains__, gradients.params)) if inner.state else has_stepped
 
 
 def named_tensors(given: Iterable[Any]) -> dict[str, Tensor]:
@@ -713,6 +712,12 @@ def named_tensors(given: Iterable[Any]) -> dict[str, Tensor]:
 def not_a(kind: type, found: object, *, where: str, fix: str) -> InvalidTypeError:
     """Return the error for an argument of the wrong type."""
     return InvalidTypeError(f"wrong type, expected {kind.__name__}", where=where, found=shown(found), fix=fix)
+
+
+def _check_fused_step(found: object) -> None:
+    if not (found is None or isinstance(found, bool)):
+        fix = "leave it out for polyamp's kernels on GPUs that have them, or give True or False"
+        raise not_a(bool, found, where="wrap_optimizer(fused_step=)", fix=fix)
 
 
 def _check_norm(max_norm: object) -> None:

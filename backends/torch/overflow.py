@@ -13,7 +13,6 @@ Every rank knows from the flag's all-reduce which ranks overflowed, and only tho
 
 from __future__ import annotations
 
-import functools
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -101,39 +100,26 @@ def overflowed(optimizer: LossScaledOptimizer) -> list[Overflow]:
     return named(find(_graded(optimizer)), _names(optimizer))
 
 
-def explain(optimizer: LossScaledOptimizer, loss_was_finite: bool | None = True) -> str:
-    """Describe the gradients that a wrapped optimizer has now."""
-    return describe(overflowed(optimizer), loss_was_finite)
-
-
-def now(
-    optimizer: LossScaledOptimizer, loss_was_finite: bool | None, overflowed: Overflowed | None
+def explanation(
+    optimizer: LossScaledOptimizer,
+    loss_was_finite: bool | Tensor | None = True,
+    ranks: Overflowed | None = None,
+    *,
+    skipped: bool = False,
 ) -> Callable[[], str]:
-    """Find the non-finite gradients of a step that the host skipped; the returned function names and describes them."""
-    return functools.partial(_described, optimizer, find(_graded(optimizer)), loss_was_finite, overflowed)
+    """Return a function that describes a skipped step, from the gradients that are there when it is called, or now."""
+    # Now if the host skipped the step; else the function is called only if the device did.
+    alive, bad = weakref.ref(optimizer), find(_graded(optimizer)) if skipped else None
 
+    def explain() -> str:
+        owner = alive()
+        finite = None if loss_was_finite is None else bool(loss_was_finite)
+        if owner is None or (bad is None and not Gradients(_graded(owner))):
+            return describe([], finite, ranks) if finite is False or ranks is not None else ""
+        found = find(_graded(owner)) if bad is None else bad
+        return describe(named(found, _names(owner)), finite, ranks)
 
-def later(
-    optimizer: LossScaledOptimizer, loss_was_finite: bool | Tensor | None, overflowed: Overflowed | None
-) -> Callable[[], str]:
-    """Return a function that describes a step that the device may have skipped, while its gradients exist."""
-    return functools.partial(_explain_later, weakref.ref(optimizer), loss_was_finite, overflowed)
-
-
-def _described(
-    optimizer: LossScaledOptimizer, bad: list[NonFinite], loss_was_finite: bool | None, overflowed: Overflowed | None
-) -> str:
-    return describe(named(bad, _names(optimizer)), loss_was_finite, overflowed)
-
-
-def _explain_later(
-    optimizer: weakref.ref[LossScaledOptimizer], known: bool | Tensor | None, overflowed: Overflowed | None
-) -> str:
-    alive = optimizer()
-    finite = None if known is None else bool(known)
-    if alive is None or not Gradients(_graded(alive)):
-        return describe([], finite, overflowed) if finite is False or overflowed is not None else ""
-    return _described(alive, find(_graded(alive)), finite, overflowed)
+    return explain
 
 
 def _models(optimizer: LossScaledOptimizer) -> dict[Tensor, Tensor]:

@@ -22,7 +22,7 @@ import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from polyamp.backends.torch.unstable import (
 from polyamp.errors import UsageError, unscaled_loss, warn_once
 
 if TYPE_CHECKING:
+    from polyamp.backends.torch.optimizer import LossScaledOptimizer
     from polyamp.backends.torch.scale import LossScaler
 
 
@@ -201,30 +202,10 @@ class Gradient(NamedTuple):
         return grad is not None and self.is_there() and grad._version == self.version
 
 
-class Owner(Protocol):
-    """An optimizer whose gradients are observed."""
-
-    @property
-    def checks(self) -> bool:
-        """Whether gradients are tested at all."""
-
-    def parameter_groups(self) -> list[list[Tensor]]:
-        """Return the parameters that backward passes reach, by group."""
-
-    def first_with_gradient(self) -> Tensor | None:
-        """Return the first of these parameters that has a gradient."""
-
-    def give_back(self, scaling: Scaling) -> None:
-        """Multiply all gradients as those of the model were before masters took them, with what masters changed."""
-
-    def test_before(self, scaler: LossScaler) -> None:
-        """Test the gradients so far, if a loss of another id is about to add to them."""
-
-
 class Witness:
     """What reached the gradients of one optimizer's parameters."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: LossScaledOptimizer) -> None:
         self._owner = weakref.ref(owner)
         self._handles: dict[int, Any] = {}  # of the hooks, by the parameters' ids
         self._is_wide, self._stays_wide = True, False  # whether all parameters have the hook, and will keep it
@@ -331,15 +312,15 @@ class Witness:
             return
         if own is None:
             if PASSES.count > self._opened_at + 1:
-                self._look_for_unobserved(owner, begun, other, accumulates=accumulates)
+                self._look_for_unobserved(begun, other, accumulates=accumulates)
         elif (self.left is not None or not own.is_like(other)) and owner.first_with_gradient() is None:
             self.open()
         elif accumulates and owner.checks and self._was_used():
             self._polluting = begun.task
         elif accumulates:
-            self._bring(owner, begun, other)
+            self._bring(begun, other)
 
-    def _look_for_unobserved(self, owner: Owner, begun: Pass, other: Scaling, *, accumulates: bool) -> None:
+    def _look_for_unobserved(self, begun: Pass, other: Scaling, *, accumulates: bool) -> None:
         """Look for gradients of earlier passes with another scale, which reached only parameters without a hook."""
         earlier = [one for one in PASSES.since(self._opened_at) if one is not other]
         if all(map(other.is_like, earlier)) or not self._is_filled():
@@ -347,12 +328,15 @@ class Witness:
         self._is_wide = True  # from the next window on
         if accumulates and all(map(earlier[0].is_like, earlier)):
             self.scaling, self.contributors = earlier[0], [earlier[0].scaler]
-            self._bring(owner, begun, other)
+            self._bring(begun, other)
         else:
             self._refuse_what_is_there(mixed=True)
 
-    def _bring(self, owner: Owner, begun: Pass, other: Scaling) -> None:
+    def _bring(self, begun: Pass, other: Scaling) -> None:
         """Let what a pass adds arrive with the scale of what is there."""
+        owner = self._owner()
+        if owner is None:
+            return
         if self.taken_from is not None:
             owner.give_back(self.taken_from)
             self.scaling, self.taken_from, self.is_unscaled = self.taken_from, None, False

@@ -40,10 +40,10 @@ def save(optimizer: LossScaledOptimizer) -> dict[str, Any]:
 
 def own_part(optimizer: LossScaledOptimizer) -> dict[str, Any]:
     """Return the entries that a plain optimizer's state does not have."""
-    masters, scalers = optimizer.masters, optimizer.scalers
-    others = {loss_id: _saved_scale(scaler) for loss_id, scaler in scalers.others.items()}
+    masters, scaler = optimizer.masters, optimizer.scaler
+    others = {loss_id: _saved_scale(other) for loss_id, other in scaler.others.items()}
     return {
-        "loss_scale": _saved_scale(scalers.main),
+        "loss_scale": _saved_scale(scaler),
         **({"loss_scales": others} if others else {}),
         "master_weights": None if masters is None else masters.state(),
     }
@@ -71,7 +71,7 @@ def load(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
     elif optimizer.masters is not None:
         optimizer.masters.load(saved["master_weights"])
     for loss_id, state in scales:
-        optimizer.scalers[loss_id].resume(state)
+        optimizer.scaler.of(loss_id).resume(state)
 
 
 def is_plain(saved: object) -> bool:
@@ -81,7 +81,7 @@ def is_plain(saved: object) -> bool:
 
 def _initial_scales(optimizer: LossScaledOptimizer) -> list[tuple[Any, LossScaleState]]:
     state = optimizer.scaler.settings.initial_state()
-    return [(loss_id, state) for loss_id in (None, *optimizer.scalers.others)]
+    return [(loss_id, state) for loss_id in (None, *optimizer.scaler.others)]
 
 
 def _saved_scale(scaler: LossScaler) -> dict[str, Any]:

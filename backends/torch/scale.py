@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from polyamp.backends.torch import provenance
 from polyamp.backends.torch.casting import leaves, map_leaves
+from polyamp.backends.torch.guards import LISTENERS
 from polyamp.backends.torch.kernels.control import (
     LOSSES_FINITE,
     SIZE,
@@ -33,7 +34,6 @@ from polyamp.backends.torch.kernels.control import (
     where,
 )
 from polyamp.backends.torch.ranks import has_peers
-from polyamp.backends.torch.recording.reach import is_recorded
 from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, non_finite_loss, shown, wrong_type
 from polyamp.formats import in_single
 from polyamp.scale import LossScale, LossScaleState, advance, on_host, report_limits, report_nonfinite_loss
@@ -42,26 +42,39 @@ _STACKLEVEL = 6  # of a warning: from where it is issued to the user's call
 
 
 class LossScaler:
-    """A `LossScale` in use: its settings and its state."""
+    """A `LossScale` in use: its settings and its state, and the scalers of losses with an id, each with its own."""
 
     def __init__(self, settings: LossScale, compute: str | None = None) -> None:
         self.settings = settings.in_float32()  # so that host and device use the same scales
         self.compute = compute
         self.state = self.settings.initial_state()
+        self.others: dict[Hashable, LossScaler] = {}  # of losses with an id
         self.loss_was_finite: bool | Tensor | None = None  # of all losses since the last step; None without any
         self._before = self.state  # the state before the votes
         self._votes: dict[int, bool | Tensor] = {}  # by optimizer: whether its gradients of this loss were finite
         self._is_decided = True  # whether another loss was scaled since
         self._factors = (0.0, torch.empty(0), torch.empty(0))  # a host scale; the scale and its inverse as tensors
-        self._late = LateValues()
+        self.late = LateValues()  # what the device has to report
         self._control: Tensor | None = None  # a copy of the state that polyamp's operators change
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"settings": self.settings, "compute": self.compute, "state": on_host(self.state)}
+        state = on_host(self.state)
+        return {"settings": self.settings, "compute": self.compute, "state": state, "others": self.others}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         LossScaler.__init__(self, saved["settings"], saved["compute"])
+        self.others = saved["others"]
         self.resume(self.settings.from_state_dict(saved["state"]._asdict()))
+
+    def of(self, loss_id: Hashable) -> LossScaler:
+        """Return the scaler of losses with an id; None is this one."""
+        if loss_id is None:
+            return self
+        return self.others.setdefault(loss_id, LossScaler(self.settings, self.compute))
+
+    def all(self) -> list[LossScaler]:
+        """Return this scaler, and those of losses with an id."""
+        return [self, *self.others.values()]
 
     @property
     def multiplies(self) -> bool:
@@ -101,8 +114,10 @@ class LossScaler:
             bad = one if is_finite is False and bad is None else bad
         if bad is not None:
             self.report_loss(bad.detach(), process_group=process_group, where="scaling the loss", stacklevel=stacklevel)
-        multiply = functools.partial(self._multiply, finite)
-        scaled = multiply(loss) if isinstance(loss, Tensor) else map_leaves(multiply, loss)
+        if isinstance(loss, Tensor):
+            scaled: Any = self.multiply(loss, finite=finite.get(id(loss)) is True)
+        else:
+            scaled = map_leaves(lambda one: self.multiply(one, finite=finite.get(id(one)) is True), loss)
         scaling = provenance.Scaling(self, self.state.scale, owner)
         provenance.follow([scaled] if isinstance(loss, Tensor) else leaves(scaled), scaling)
         return scaled
@@ -118,23 +133,16 @@ class LossScaler:
         self.loss_was_finite = same if earlier is None else earlier & same
         return finite
 
-    def _multiply(self, finite: Mapping[int, bool | Tensor], loss: Tensor) -> Tensor:
-        wide, factor = _wide(loss), self._factor_on(loss.device)
-        if finite.get(id(loss)) is True:
-            return wide * factor
-        return wide * torch.where(wide.detach().isfinite(), factor, math.inf)
-
-    def multiply(self, loss: Tensor) -> Tensor:
-        """Return one loss in float32 (float64 stays) times the loss scale, without a test."""
-        return _wide(loss) * self._factor_on(loss.device)
-
-    def _factor_on(self, device: torch.device) -> Tensor:
+    def multiply(self, loss: Tensor, *, finite: bool = True) -> Tensor:
+        """Return one loss in float32 (float64 stays) times the loss scale, or times inf if it may not be finite."""
+        wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()  # 16 bits would overflow
         scale = self.state.scale
-        return scale.to(device) if isinstance(scale, Tensor) else self._host_factors(scale)[1]
+        factor = scale.to(loss.device) if isinstance(scale, Tensor) else self._host_factors(scale)[1]
+        return wide * (factor if finite else torch.where(wide.detach().isfinite(), factor, math.inf))
 
     def report_loss(self, found: object, *, process_group: Any, where: str, stacklevel: int = _STACKLEVEL) -> None:
         """Warn or raise because a loss was inf or NaN. A step that is only observed ends here."""
-        if is_recorded():
+        if LISTENERS:
             raise non_finite_loss(found, where=where)
         settings = self.settings if not has_peers(process_group) else replace(self.settings, nonfinite_loss="skip")
         was_half = isinstance(found, Tensor) and found.dtype == torch.float16
@@ -149,7 +157,7 @@ class LossScaler:
             self._become(advance(self.settings, on_host(self._before), finite))
         else:
             self._become(advance(self.settings, on_device(self._before, finite.device), finite, where))
-            self._late.send(functools.partial(self._report, finite))
+            self.late.send(functools.partial(self._report, finite))
 
     def _report(self, finite: Tensor) -> Tensor:
         """Return the report of a step, in the form of polyamp's operators."""
@@ -187,7 +195,7 @@ class LossScaler:
         """Note that an operator has advanced the state in `control_on`, and its report; see `advance`."""
         self._vote(applied_flag(report), voter)
         self.state = unpack(report)
-        self._late.send(functools.partial(self._with_loss, report))
+        self.late.send(functools.partial(self._with_loss, report))
 
     def _with_loss(self, report: Tensor) -> Tensor:
         if self.loss_was_finite is None or self.loss_was_finite is True:
@@ -217,7 +225,7 @@ class LossScaler:
 
     def report_earlier_step(self, explain: Callable[[], str], *, process_group: Any = False) -> None:
         """Report what has arrived from the device since the last step, before a step and without waiting."""
-        arrived = self._late.receive()
+        arrived = self.late.receive()
         if arrived is None:
             return
         state, losses_were_finite = decode(arrived)
@@ -239,47 +247,31 @@ class LossScaler:
         return scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
 
 
-class LossScalers:
-    """The loss scalers of one optimizer, or of several that train on the same losses: one per loss id."""
-
-    def __init__(self, settings: LossScale, compute: str | None = None) -> None:
-        self.main = LossScaler(settings, compute)
-        self.others: dict[Hashable, LossScaler] = {}
-
-    def __getitem__(self, loss_id: Hashable) -> LossScaler:
-        if loss_id is None:
-            return self.main
-        return self.others.setdefault(loss_id, LossScaler(self.main.settings, self.main.compute))
-
-    def __iter__(self) -> Iterator[LossScaler]:
-        return iter((self.main, *self.others.values()))
-
-
 class LateValues:
     """A queue for one small tensor, which is copied to the host without a sync on devices with streams (CUDA, XPU)."""
 
     def __init__(self) -> None:
-        self._copy: Tensor | None = None
+        self.copy: Tensor | None = None  # on its way to the host
         self._arrival: Any = None
 
     def send(self, values: Callable[[], Tensor]) -> None:
         """Start the copy, unless an earlier one is still under way or a CUDA graph is captured."""
         # While a graph is captured the host does not read values.
-        if self._copy is not None or is_captured():
+        if self.copy is not None or is_captured():
             return
         sent = values()
         current_stream = _streams_of(sent.device)
-        self._copy = sent.to("cpu", non_blocking=current_stream is not None)
+        self.copy = sent.to("cpu", non_blocking=current_stream is not None)
         self._arrival = current_stream and current_stream(sent.device).record_event()
 
     def receive(self) -> list[Any] | None:
         """Return the values if they have arrived, and forget them; else return None."""
-        if self._copy is None or is_captured():
+        if self.copy is None or is_captured():
             return None
         if self._arrival is not None and not self._arrival.query():
             return None
-        values: list[Any] = self._copy.tolist()
-        self._copy = self._arrival = None
+        values: list[Any] = self.copy.tolist()
+        self.copy = self._arrival = None
         return values
 
 
@@ -296,10 +288,6 @@ def losses_in(loss: Any) -> list[Tensor]:
             kind = f"a tensor of {one.dtype}" if isinstance(one, Tensor) else shown(one)
             raise no_loss(kind, allowed="a floating torch.Tensor, or such tensors in lists, tuples and dicts")
     return losses
-
-
-def _wide(loss: Tensor) -> Tensor:
-    return loss if loss.dtype in (torch.float32, torch.float64) else loss.float()  # in 16 bits a product would overflow
 
 
 def checked_scale(settings: LossScale, scale: object, *, where: str) -> float:

@@ -1,17 +1,7 @@
-"""Skipping: of an optimizer's step, by the host or by a kernel, and of everything that moves once per step.
-
-If a gradient was not finite, parameters and optimizer state must not change. `Stepper` lets the host decide, which
-waits for the device, or passes the flag to a fused optimizer, whose kernel reads it on the device:
-
-    CPU, or an optimizer without fused=True    overflow == 1.0 -> read by the host -> inner.step() is not called
-    accelerator, fused=True                    overflow -> inner.found_inf -> inner.step(), whose kernel writes nothing
-
-Schedules and averages must skip with it: `AppliedSteps` and `select` take the step's result, and wait for no device.
-"""
+"""Skipping with an optimizer: schedules and averages that move once per step, without waiting for the device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,57 +9,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from polyamp.backends.torch.casting import leaves, map_leaves
-from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.scale import LateValues
-from polyamp.backends.torch.unstable import note_step
 from polyamp.errors import InvalidTypeError, shown
 from polyamp.scale import StepResult
-
-
-class Stepper:
-    """The step of an optimizer, which is skipped if its gradients were not finite."""
-
-    def __init__(self, inner: torch.optim.Optimizer, on_device: bool | None) -> None:
-        self.inner = inner
-        self.on_device = on_device  # None: on accelerators
-        self._has_stepped = False
-
-    def forget(self) -> None:
-        """Forget earlier steps, because the optimizer's state was replaced."""
-        self._has_stepped = False
-
-    def step(self, overflow: Tensor, gradients: Gradients) -> tuple[Any, bool | Tensor]:
-        """Step or skip."""
-        if self._leaves_it_to_the_kernel(overflow, gradients):
-            return self._step_on_device(overflow)
-        return self._step_on_host(overflow)
-
-    def _leaves_it_to_the_kernel(self, overflow: Tensor, gradients: Gradients) -> bool:
-        wanted = overflow.device.type != "cpu" if self.on_device is None else self.on_device
-        can_skip = getattr(self.inner, "_step_supports_amp_scaling", False)
-        return wanted and can_skip and state_is_complete(self.inner, gradients.params, has_stepped=self._has_stepped)
-
-    def _step_on_host(self, overflow: Tensor) -> tuple[Any, bool]:
-        if overflow:
-            note_step(self.inner)
-            return None, False
-        result = self.inner.step()
-        self._has_stepped = True
-        return result, True
-
-    def _step_on_device(self, overflow: Tensor) -> tuple[Any, Tensor]:
-        self.inner.found_inf = overflow  # type: ignore[attr-defined]  # interface of _step_supports_amp_scaling
-        try:
-            return self.inner.step(), overflow == 0
-        finally:
-            del self.inner.found_inf  # type: ignore[attr-defined]
-
-
-def state_is_complete(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], *, has_stepped: bool) -> bool:
-    """Return whether the optimizer's kernel may skip. Until every parameter had an applied step, the host must skip."""
-    # torch's fused SGD allocates momentum without filling it, and would keep that memory if its kernel skipped.
-    state = optimizer.state
-    return all(map(state.__contains__, params)) if state else has_stepped
 
 
 class AppliedSteps:

@@ -71,7 +71,7 @@ def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
     """Return the loss-scale state as JSON values; for Apex, the states of all losses of an optimizer."""
     settings, state = loss_scale_of(holder)
     if like == "apex" and isinstance(holder, LossScaledOptimizer):
-        others = {loss_id: on_host(scaler.state)._asdict() for loss_id, scaler in holder.scalers.others.items()}
+        others = {loss_id: on_host(scaler.state)._asdict() for loss_id, scaler in holder.scaler.others.items()}
         fields = vars(settings)
         report_lost(fields, vars(LossScale.like("apex")), state._asdict(), "apex")
         return write_apex_losses(fields, settings.initial_state()._asdict(), {None: state._asdict(), **others})
@@ -86,17 +86,17 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
     if hasattr(holder, "settings_and_state"):  # a `GradScaler`
         holder.resume(holder.config.from_state_dict(saved))
         return holder
-    scalers = _wrapped(holder, "load_loss_scale(holder)").scalers
+    scaler = _wrapped(holder, "load_loss_scale(holder)").scaler
     losses = apex_losses(saved)
     if len(losses) < 2:
-        scalers.main.resume(scalers.main.settings.from_state_dict(saved))
+        scaler.resume(scaler.settings.from_state_dict(saved))
         return holder
-    states = {number: scalers.main.settings.from_state_dict(state) for number, state in losses.items()}
+    states = {number: scaler.settings.from_state_dict(state) for number, state in losses.items()}
     if 0 in states:
-        scalers.main.resume(states[0])
+        scaler.resume(states[0])
     for number, state in states.items():
-        if number or number in scalers.others:
-            scalers[number].resume(state)
+        if number or number in scaler.others:
+            scaler.of(number).resume(state)
     return holder
 
 

@@ -36,7 +36,7 @@ def skipping_on_device(made: Any, wanted: bool | None = True) -> Any:
     """
     if wanted is not None:
         for opt in made if isinstance(made, list) else [made]:
-            opt.stepper.on_device = wanted
+            opt.on_device = wanted
     return made
 
 

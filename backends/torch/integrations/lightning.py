@@ -114,7 +114,7 @@ class _Precision(BaseOfFabric):
                 wrapped.share_scales(first)
             # Callbacks name learning rates by the name of the optimizer's class.
             wrapped.__class__ = type(type(optimizer).__name__, (LossScaledOptimizer,), {})
-        if first is not None and wrapped.scalers is not first.scalers:
+        if first is not None and wrapped.scaler is not first.scaler:
             fix = "leave them plain, or wrap them with polyamp.wrap_optimizer([first, second], policy)"
             raise different_loss_scales(where=type(self).__name__, fix=fix)
         self.optimizers.append(wrapped)

@@ -1,9 +1,9 @@
-"""Find what a step can reach: modules, optimizers, scalers, tensors; and be called where its update begins.
+"""Find what a step can reach: modules, optimizers, scalers, tensors; and undo what it changes.
 
 A recording runs a step up to its optimizer's update, then undoes it:
 
     restore = keep(optimizer.holders())
-    with told(end):  # `end` raises, so that the update does not happen
+    with observed(end):  # `end` raises, so that the update does not happen
         step()
     restore()
 """
@@ -15,7 +15,6 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import copy
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -144,33 +143,6 @@ def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
     found = list(dict.fromkeys(modules))
     inner = {part for module in found for part in module.modules() if part is not module}
     return [module for module in found if module not in inner]
-
-
-Closure = Callable[[], Any]
-Listener = Callable[[Closure | None, float | None], None]
-
-_listeners: list[Listener] = []
-
-
-def update_begins(closure: Closure | None = None, scale: Callable[[], float] | None = None) -> None:
-    """Call the listeners, before an optimizer reads or changes anything. If one raises, the update ends."""
-    for listener in _listeners:
-        listener(closure, None if scale is None else scale())
-
-
-@contextmanager
-def told(listener: Listener) -> Iterator[None]:
-    """Call a function at every update while this context is active."""
-    _listeners.append(listener)
-    try:
-        yield
-    finally:
-        _listeners.remove(listener)
-
-
-def is_recorded() -> bool:
-    """Return whether there are listeners: then the step is only observed."""
-    return bool(_listeners)
 
 
 def keep(objects: Iterable[Any]) -> Callable[[], None]:

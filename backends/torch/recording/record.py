@@ -19,11 +19,12 @@ from polyamp.backends.torch.autocast.casts import forget_casts
 from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.autocast.regions import ACCELERATOR, nesting
 from polyamp.backends.torch.grad_scaler import GradScaler
+from polyamp.backends.torch.guards import observed
 from polyamp.backends.torch.optimizer import ALIVE
 from polyamp.backends.torch.provenance import PASSES
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import Recorder, UpdateBegins
-from polyamp.backends.torch.recording.reach import Reach, keep, names_of, told
+from polyamp.backends.torch.recording.reach import Reach, keep, names_of
 from polyamp.backends.torch.tracking import Tracker
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.errors import InvalidTypeError, NonFiniteLossError, UnsupportedError, shown
@@ -156,7 +157,13 @@ class Run:
         """Run the step in a mode, up to its optimizer's update, and return its result."""
         hook = register_optimizer_step_pre_hook(self._before_step)
         try:
-            with told(self._update_begins), torch.enable_grad(), mode, autocast(self._policy), _Backward(self, took):
+            with (
+                observed(self._update_begins),
+                torch.enable_grad(),
+                mode,
+                autocast(self._policy),
+                _Backward(self, took),
+            ):
                 return self._step(*self._args, **self._kwargs)
         except UpdateBegins as end:
             self._scale = end.scale

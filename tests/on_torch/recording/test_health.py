@@ -96,4 +96,4 @@ def test_losses_with_scales_of_their_own_count_apart(fused_step: bool | None) ->
         opt.step()
         opt.zero_grad()
     assert (health(opt).steps, health(opt).skipped) == (2, 0)
-    assert opt.scalers["second"].state[:5] == walk(CONFIG, [False] * 2)[-1][:5]
+    assert opt.scaler.of("second").state[:5] == walk(CONFIG, [False] * 2)[-1][:5]

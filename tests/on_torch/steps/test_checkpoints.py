@@ -86,7 +86,7 @@ def test_distributed_checkpoints_round_trip(
     set_state_dict(other_net, other, model_state_dict=saved[0], optim_state_dict=saved[1], options=options)
     for group in other.param_groups:
         group.update((key, tuple(group[key])) for key in ("betas",) if key in group)  # torch gathers it as a list
-    assert other.scalers[("other", 1)].state == opt.scalers[("other", 1)].state
+    assert other.scaler.of(("other", 1)).state == opt.scaler.of(("other", 1)).state
     check_goes_on([(net, opt), (other_net, other)])
 
 

@@ -201,9 +201,9 @@ def report_policy(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOpti
                 stacklevel=4,
             )
     scaler = optimizer.scaler
-    if scaler.multiplies or LAST.thread.count == optimizer.regions_before:
+    if scaler.multiplies or LAST.count == optimizer.regions_before:
         return
-    optimizer.regions_before = LAST.thread.count
+    optimizer.regions_before = LAST.count
     if not any(one.scaler.multiplies for one in list(alive)):  # the region may have been for another optimizer
         optimizer.lacks_policy = False  # reported here
         report_missing_scale(scaler.settings, scaler.compute, LAST.policy, stacklevel=4)

@@ -66,8 +66,6 @@ if TYPE_CHECKING:
 
 Groups = list[dict[str, Any]]
 
-_SETTINGS = ("masters_wanted", "fused_step", "on_device", "has_stepped")
-
 
 class LossScaledOptimizer(torch.optim.Optimizer):
     """An optimizer that unscales, tests, clips, updates or skips, then advances the loss scale: always in that order.
@@ -108,10 +106,6 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         UsageError: it is wrapped already, or ``fully_shard`` put its parameters of several dtypes into one group.
     """
 
-    # What copies and pickles keep. Not kept: what is known of the gradients, a `step` that a scheduler patched on the
-    # instance, and process groups, which cannot be copied.
-    _KEPT = ("inner", "scaler", "max_grad_norm", "masters", "last_step", *_SETTINGS)
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -144,6 +138,9 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.masters = make_masters(optimizer, master_weights)
         self.last_step = StepResult(self.scaler.state)
         self.has_stepped = False  # whether the inner optimizer has, since its state was replaced
+        # What copies and pickles keep. Not kept: what is known of the gradients, a `step` that a scheduler patched on
+        # the instance, and process groups, which cannot be copied.
+        self._kept = (*vars(self), "_kept")
         self._start(process_group, norm_group, named)
 
     def _start(
@@ -164,7 +161,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         guard(self, ALIVE)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in self._KEPT}
+        return {name: self.__dict__[name] for name in self._kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

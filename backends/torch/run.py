@@ -34,7 +34,7 @@ from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.recording.mode import operator_of
-from polyamp.backends.torch.scale import LossScalers
+from polyamp.backends.torch.scale import LossScaler
 from polyamp.backends.torch.user_code import is_users
 from polyamp.policies import Policy
 from polyamp.run import Session, current
@@ -174,16 +174,16 @@ class _Unscaled(Attached):
     def polyamp_step(wrapper: LossScaledOptimizer, closure: Any, **kwargs: Any) -> Any:
         if (session := current()) is not None:
             session.check()
-            wrapper.scalers = _scalers(session) or wrapper.scalers  # a copied optimizer has others
+            wrapper.scaler = _scaler(session) or wrapper.scaler  # a copied optimizer has others
         if closure is None and not wrapper.may_have_gradients:
             return None
         wrapper.forget_gradients()  # which a script need not do: it may step twice from the same gradients
         return wrapper.step(closure, scaled=False, **kwargs)
 
 
-def _scalers(session: Session) -> LossScalers | None:
-    """Return the loss scales that all optimizers of the script share; None before the first one."""
-    return next((one.scalers for one in session.holders if isinstance(one, LossScaledOptimizer)), None)
+def _scaler(session: Session) -> LossScaler | None:
+    """Return the loss scale that all optimizers of the script share; None before the first one."""
+    return next((one.scaler for one in session.holders if isinstance(one, LossScaledOptimizer)), None)
 
 
 def _attach_optimizers(session: Session, policy: Policy) -> None:
@@ -234,10 +234,10 @@ def _attach(optimizer: Any, session: Session, policy: Policy) -> None:
     wrapper = attach(optimizer, policy, kind=_Unscaled)
     weak = weakref.ref(optimizer)
     session.callback(lambda: detach(weak()))
-    if (shared := _scalers(session)) is None:
+    if (shared := _scaler(session)) is None:
         session.holders.append(wrapper)
     else:
-        wrapper.scalers = shared
+        wrapper.scaler = shared
 
 
 def _scale_losses(session: Session, policy: Policy) -> None:
@@ -268,7 +268,7 @@ def _scale_losses(session: Session, policy: Policy) -> None:
                 handle.remove()
 
     def scale_for(inputs: Any) -> float:
-        shared, scales = _scalers(session), policy.loss_scale.scales
+        shared, scales = _scaler(session), policy.loss_scale.scales
         wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
         if scales and not all(one.is_leaf for one in wanted):
             session.refuse(
@@ -285,7 +285,7 @@ def _scale_losses(session: Session, policy: Policy) -> None:
         if shared is None:
             session.unchecked.add("a backward pass ran before any torch.optim.Optimizer existed")
             return 1.0
-        return float(shared.main.state.scale)
+        return float(shared.state.scale)
 
     session.replace(torch.autograd, "backward", backward)
 

@@ -225,8 +225,8 @@ def test_losses_with_scales_of_their_own_agree() -> None:
     opt.backward(loss_of(model) * (1e38 if RANK else 1.0), loss_id="bad")
     opt.step()
     assert not opt.last_step.applied
-    assert opt.scalers["good"].state.scale == 1024.0
-    assert opt.scalers["bad"].state.scale == 512.0
+    assert opt.scaler.of("good").state.scale == 1024.0
+    assert opt.scaler.of("bad").state.scale == 512.0
 
 
 def test_a_step_that_reevaluates_its_closure_is_taken_back_on_all_ranks() -> None:
@@ -290,7 +290,7 @@ def test_ddp_reduces_what_it_accumulated_with_the_next_loss(dtype: torch.dtype, 
     opts = [wrap(each, "adamw", "host") for each in (model, whole)]
     opt, parallel = opts[0], DistributedDataParallel(model)
     for each in opts:
-        each.scalers["second"].set(256.0, where="")
+        each.scaler.of("second").set(256.0, where="")
     with parallel.no_sync():
         opt.backward(loss_of(parallel))
         if unscales:

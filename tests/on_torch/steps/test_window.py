@@ -38,7 +38,7 @@ def sgd(params: list[torch.Tensor], **options: Any) -> Any:
 
 
 def scales(opt: LossScaledOptimizer) -> dict[Any, float]:
-    return {loss_id: float(scaler.state.scale) for loss_id, scaler in {None: opt.scaler, **opt.scalers.others}.items()}
+    return {loss_id: float(scaler.state.scale) for loss_id, scaler in {None: opt.scaler, **opt.scaler.others}.items()}
 
 
 @pytest.mark.parametrize(("fused_step", "on_device"), [(False, False), (False, True), (True, False)])
@@ -105,7 +105,7 @@ def test_every_loss_id_goes_through_the_scales_of_an_optimizer_of_its_own(
         assert opt.last_step.applied == all(seen.values())
         states.update((name, polyamp.advance(config, states[name], finite)) for name, finite in seen.items())
     for name in {name for name, _ in trace}:
-        assert opt.scalers[name].state == states[name]
+        assert opt.scaler.of(name).state == states[name]
 
 
 @pytest.mark.parametrize("fused_step", [False, True])

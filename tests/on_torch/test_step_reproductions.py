@@ -231,15 +231,6 @@ def unscales_and_differentiates_and_clips_by_torch(wrap: Any, p: Any) -> None:
     opt.step()
 
 
-@right_or_refused
-def differentiates_two_losses_and_clips_by_torch(wrap: Any, p: Any) -> None:
-    opt = wrap(sgd(p))
-    opt.backward(S(p))
-    opt.backward(S(p), loss_id="aux")
-    nn.utils.clip_grad_norm_([p], 0.5)
-    opt.step()
-
-
 @right
 def clips_every_micro_batch(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p))
@@ -318,14 +309,6 @@ def clamps_the_weights(wrap: Any, p: Any) -> None:
         opt.backward(S(p))
         opt.step()
         opt.zero_grad()
-
-
-@right
-def multiplies_the_weights(wrap: Any, p: Any) -> None:
-    opt = wrap(sgd(p))
-    opt.backward(S(p))
-    p.data.mul_(0.5)
-    opt.step()
 
 
 @right
@@ -480,14 +463,6 @@ def steps_twice_on_gradients_by_hand(wrap: Any, p: Any) -> None:
 
 
 @right
-def steps_on_scaled_gradients_by_hand(wrap: Any, p: Any) -> None:
-    opt = wrap(sgd(p))
-    for _ in range(2):
-        p.grad = torch.full_like(p, 2.0 * opt.loss_scale)
-        opt.step(scaled=True)
-
-
-@right
 def unscales_gradients_by_hand_and_adds_a_loss(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p))
     for scaled in (True, False):
@@ -634,28 +609,11 @@ def steps_on_gradients_by_hand_after_a_loss_that_is_not_finite(wrap: Any, p: Any
     opt.step(scaled=False)
 
 
-@right
-def loads_a_state_before_the_step(wrap: Any, p: Any) -> None:
-    opt = wrap(sgd(p))
-    opt.backward(S(p))
-    opt.load_state_dict(opt.state_dict())
-    opt.step()
-
-
 @right_or_refused
 def clips_the_gradients_of_an_unscaled_loss_and_adds_a_scaled_one(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p))
     S(p).backward()
     nn.utils.clip_grad_norm_(trained(opt), 1.0)
-    opt.backward(S(p))
-    opt.step()
-
-
-@right_or_refused
-def changes_the_gradients_of_an_unscaled_loss_and_adds_a_scaled_one(wrap: Any, p: Any) -> None:
-    opt = wrap(sgd(p))
-    S(p).backward()
-    p.grad.mul_(0.5)
     opt.backward(S(p))
     opt.step()
 

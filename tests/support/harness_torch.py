@@ -78,12 +78,20 @@ class TorchHarness:
         device: the device of parameters and gradients.
         fused: use the fused optimizers, which skip steps by themselves on an accelerator.
         fused_step: whether polyamp's own operators run the steps; see `LossScaledOptimizer`.
+        on_device: see `skipping_on_device`.
     """
 
     name = "torch"
 
-    def __init__(self, device: str = "cpu", *, fused: bool = False, fused_step: bool | None = None) -> None:
-        self.device, self.fused, self.fused_step = device, fused, fused_step
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        fused: bool = False,
+        fused_step: bool | None = None,
+        on_device: bool | None = None,
+    ) -> None:
+        self.device, self.fused, self.fused_step, self.on_device = device, fused, fused_step, on_device
 
     def start(
         self,
@@ -99,7 +107,8 @@ class TorchHarness:
         params = {name: torch.nn.Parameter(array) for name, array in arrays.items()}
         kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer]
         plain = kind(list(params.values()), lr=learning_rate, fused=self.fused or None)
-        return TorchSession(params, polyamp.wrap_optimizer(plain, policy, fused_step=self.fused_step, **options))
+        opt = polyamp.wrap_optimizer(plain, policy, fused_step=self.fused_step, **options)
+        return TorchSession(params, skipping_on_device(opt, self.on_device))
 
     def plain_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)

@@ -33,7 +33,8 @@ class Net(torch.nn.Module):
     def loss(self) -> torch.Tensor:
         used = [param for name, param in self.named_parameters() if name not in ("unused", "frozen")]
         reals = [torch.view_as_real(param) if param.is_complex() else param for param in used]
-        return sum((param.float() * torch.randn(param.shape, generator=self.random)).sum() for param in reals)
+        randoms = [torch.randn(param.shape, generator=self.random).to(param.device) for param in reals]
+        return sum((param.float() * random).sum() for param, random in zip(reals, randoms, strict=True))
 
     def low(self) -> list[torch.Tensor]:
         return [param.detach() for param in self.parameters() if param.element_size() == 2]

@@ -288,19 +288,3 @@ def test_experts_that_no_other_rank_sees() -> None:
     opt.step()
     assert bits(opt) == before
     assert "rank 1" in opt.last_step.reason
-
-
-def test_modules_on_grids_of_their_own() -> None:
-    """Scalers of module grids that decide for themselves drift apart; one decision of all ranks keeps them equal."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("module", "data"))
-    model = DistributedDataParallel(model_of(), process_group=mesh.get_group("data"))
-    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), loss_scale=LossScale(init=1024.0))
-    for broken in (False, True, False, True):
-        opt.zero_grad()
-        opt.backward(loss_of(model), gradient=torch.tensor(math.inf if broken and RANK == 3 else 1.0))
-        before = bits(opt)
-        opt.step()
-        assert bool(opt.last_step) != broken
-        assert (bits(opt) == before) == broken
-        assert ranks_agree(opt.loss_scale)
-    assert opt.last_step.reason.startswith("gradients were not finite: ranks 2, 3")

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 import polyamp
 from polyamp import LossScale
-from polyamp.backends.torch import GradScaler, LossScaledOptimizer
+from polyamp.backends.torch import LossScaledOptimizer
 from support.harness_torch import OPTIMIZERS, contents, linear, loss_of
 from support.torch_kinds import Net, bits, memory, train
 
@@ -265,73 +265,3 @@ def test_the_state_of_a_plain_optimizer_is_taken_with_one_warning(name: str) -> 
             loss = loss_of(each)
             opt.backward(loss) if its is opt else loss.backward()
             its.step()
-
-
-@pytest.mark.parametrize("saved_in", [torch.float32, torch.bfloat16])
-def test_masters_are_made_from_the_parameters_and_moments_are_widened(saved_in: torch.dtype) -> None:
-    polyamp.errors.forget_warnings()
-    plain_net, net = Net(saved_in, usual=True), Net(torch.bfloat16, usual=True)
-    plain = OPTIMIZERS["adam"](plain_net.parameters())
-    plain_net.loss().backward()
-    plain.step()
-    opt = wrap(net, "adam")
-    train(net, opt, 2)
-    net.load_state_dict(plain_net.state_dict())
-    with pytest.warns(polyamp.PolyampWarning, match="that was not wrapped"):
-        opt.load_state_dict(plain.state_dict())
-    assert opt.loss_scale == 64.0
-    state = opt.state[opt.param_groups[0]["params"][0]]
-    assert state["exp_avg"].dtype == torch.float32
-    train(net, opt, 2)
-    assert opt.last_step
-
-
-# --- loss scales ------------------------------------------------------------------------------------------------------
-
-
-def test_loss_scales_move_between_scalers_and_wrapped_optimizers() -> None:
-    model = linear()
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = GradScaler("cpu")
-    for spoiled in (False, True, False):
-        plain.zero_grad()
-        scaler.scale(loss_of(model)).backward()
-        if spoiled:
-            model.weight.grad[0, 0] = torch.nan
-        scaler.step(plain)
-        scaler.update()
-    saved = polyamp.save_loss_scale(scaler)
-    assert (saved["scale"], saved["skipped"], saved["steps"]) == (32768.0, 1, 3)
-    opt = polyamp.wrap_optimizer(torch.optim.SGD(linear().parameters(), lr=0.1), "mixed_float16")
-    polyamp.load_loss_scale(opt, saved)
-    assert polyamp.save_loss_scale(opt) == saved
-    for other in (GradScaler("cpu"), scaler):
-        assert polyamp.load_loss_scale(other, polyamp.save_loss_scale(opt)) is other
-        assert polyamp.save_loss_scale(other) == saved
-        assert other.get_scale() == 32768.0
-    polyamp.load_loss_scale(opt, GradScaler("cpu", init_scale=4.0).state_dict())
-    assert opt.loss_scale == 4.0
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "scale", "said"),
-    [
-        ("mixed_bfloat16", "mixed_float16", 65536.0, "starts at init"),
-        ("mixed_float16", "mixed_bfloat16", 1.0, "left out"),
-    ],
-)
-def test_states_move_between_float16_and_bfloat16(before: str, after: str, scale: float, said: str) -> None:
-    polyamp.errors.forget_warnings()
-    model = linear()
-    first, second = (
-        polyamp.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1), policy) for policy in (before, after)
-    )
-    first.backward(loss_of(model))
-    first.step()
-    with pytest.warns(polyamp.PolyampWarning, match=said):
-        second.load_state_dict(first.state_dict())
-    assert second.loss_scale == scale
-    second.zero_grad()
-    second.backward(loss_of(model))
-    second.step()
-    assert second.last_step

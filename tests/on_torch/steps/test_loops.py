@@ -111,24 +111,6 @@ def test_schedules_move_rates_and_momenta_as_they_do_unwrapped(name: str, schedu
     alike(run)
 
 
-@pytest.mark.parametrize("name", ["Adadelta", "Adafactor", "NAdam", "Rprop", "Muon"])
-def test_other_optimizers_of_torch_train_and_skip(name: str) -> None:
-    def run(scaled: bool) -> list[Tensor]:
-        model = network()
-        params = [param for param in model.parameters() if param.dim() == 2 or name != "Muon"]
-        opt = wrap(getattr(torch.optim, name)(params, lr=0.01), scaled)
-        for step in range(6):
-            model.zero_grad()
-            backward(functional.mse_loss(model(INPUTS).squeeze(1), TARGETS), opt)
-            if step == 3:
-                model[0].weight.grad[0, 0] = math.inf
-            if scaled or step != 3:
-                opt.step()
-        return list(model.parameters())
-
-    alike(run)
-
-
 def test_replicas_on_threads_train_as_one() -> None:
     def run(scaled: bool) -> list[Tensor]:
         model = nn.DataParallel(network())
@@ -173,22 +155,6 @@ def test_defaults_for_new_tensors_do_not_matter(on_device: bool, default: Any) -
             plain.step()
     assert contents(opt) == contents(plain)
     assert opt.loss_scale == 32768.0
-
-
-def test_evaluation_in_between_and_steps_without_grad_mode() -> None:
-    def run(scaled: bool) -> list[Tensor]:
-        model = linear()
-        opt = wrap(torch.optim.AdamW(model.parameters(), lr=0.1), scaled)
-        for _ in range(3):
-            with torch.inference_mode(), polyamp.autocast("mixed_bfloat16"):
-                model(INPUTS)
-            backward(loss_of(model), opt)
-            with torch.no_grad():
-                opt.step()
-                opt.zero_grad()
-        return list(model.parameters())
-
-    alike(run)
 
 
 SORTS: dict[str, Callable[[Any], Optimizer]] = {

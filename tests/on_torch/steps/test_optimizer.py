@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LinearLR
 
 import polyamp
@@ -45,37 +43,6 @@ def test_a_skipped_step_changes_nothing(name: str, on_device: bool | None, steps
     assert not opt.last_step
     assert (opt.last_step.skipped_in_a_row, opt.loss_scale) == (1, 32768.0)
     assert opt.last_step.reason.startswith("gradients were not finite: weight (1 inf of 3)")
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    overflows=st.lists(st.booleans(), min_size=1, max_size=30),
-    growth=st.sampled_from([2.0, 1.5, 1.1, 3.7]),
-    backoff=st.sampled_from([0.5, 0.3, 0.9]),
-    interval=st.integers(1, 4),
-    hysteresis=st.integers(1, 3),
-    late=st.sampled_from(["never", "after_overflow", "always"]),
-)
-def test_host_and_device_go_through_the_same_scales(
-    overflows: list[bool], growth: float, backoff: float, interval: int, hysteresis: int, late: Any
-) -> None:
-    config = LossScale(
-        init=1000.3, growth=growth, backoff=backoff, interval=interval, hysteresis=hysteresis, late_growth=late,
-        on_min="ignore", min=0.7, max=50000.1,
-    )  # fmt: skip
-    weights = [torch.zeros(2, requires_grad=True) for _ in range(2)]
-    opts = [
-        skipping_on_device(LossScaledOptimizer(torch.optim.SGD([weight], lr=0.1, fused=True), config), on_device)
-        for weight, on_device in zip(weights, (False, True), strict=True)
-    ]
-    for overflow in overflows:
-        for weight, opt in zip(weights, opts, strict=True):
-            opt.scale(torch.ones(()))
-            weight.grad = torch.full((2,), math.inf if overflow else 1.0)
-            opt.step()
-        assert opts[0].last_step.scale == opts[1].last_step.scale
-        assert polyamp.save_loss_scale(opts[0]) == polyamp.save_loss_scale(opts[1])
-    assert torch.equal(*weights)
 
 
 @pytest.mark.parametrize("on_device", [False, True])

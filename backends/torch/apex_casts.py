@@ -46,10 +46,6 @@ class AmpHandle:
         self.is_open = True
         self._replaced: list[tuple[Any, str, Any]] = []
 
-    def is_active(self) -> bool:
-        """Return whether operations have the formats of O1 here."""
-        return self.is_open and is_here()
-
     def enter(self) -> None:
         """Enter the region in this thread, and replace the functions that were registered since the last call."""
         for (owner, name), cast in _registered.items():

@@ -20,8 +20,8 @@ from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.guards import LISTENERS, scaled_twice, update_begins
 from polyamp.backends.torch.optimizer import LossScaledOptimizer, not_a, update_or_skip
-from polyamp.backends.torch.overflow import Overflow, describe, find, named, names_of
-from polyamp.backends.torch.ranks import Overflowed, any_rank, check_process_group
+from polyamp.backends.torch.overflow import describe, find, named, names_of
+from polyamp.backends.torch.ranks import Overflowed, any_rank
 from polyamp.backends.torch.scale import LossScaler
 from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping, not_traced
 from polyamp.errors import InvalidValueError, UsageError, shown, warn_once
@@ -33,12 +33,6 @@ def _setting(name: str) -> Any:
     """Return a property for one of torch's settings, which are those of the loss scale."""
 
     def change(scaler: GradScaler, value: Any) -> None:
-        if scaler.optimizers:
-            raise UsageError(
-                "the settings of the loss scale are the wrapped optimizer's",
-                where=f"GradScaler: {name}",
-                fix="polyamp.wrap_optimizer(optimizer, policy, loss_scale=LossScale(growth=, backoff=, interval=))",
-            )
         scaler._scaler.settings = replace(scaler.config, **{name: value})
 
     return property(lambda scaler: getattr(scaler.config, name), change)
@@ -78,7 +72,6 @@ class GradScaler(torch.amp.GradScaler):
             numbers. None is torch's behaviour with a floor of 2**-14.
         optimizers: a wrapped optimizer, or several that share their loss scales, as
             ``polyamp.wrap_optimizer([first, second], policy)`` returns them. Their settings are used.
-        process_group: see `LossScaledOptimizer`.
 
     Raises:
         InvalidTypeError: ``loss_scale`` is not a loss scale, or an optimizer is not wrapped.
@@ -100,10 +93,8 @@ class GradScaler(torch.amp.GradScaler):
         *,
         loss_scale: LossScale | None = None,
         optimizers: LossScaledOptimizer | Iterable[LossScaledOptimizer] | None = None,
-        process_group: Any = None,
     ) -> None:
         super().__init__("cpu", enabled=False)  # none of torch's own state is used
-        check_process_group(process_group)
         self._wrapped: Sequence[LossScaledOptimizer] = () if optimizers is None else _checked(optimizers)
         if not enabled:
             settings = LossScale.none()
@@ -115,10 +106,9 @@ class GradScaler(torch.amp.GradScaler):
             settings = LossScale.of(loss_scale, where="GradScaler(loss_scale=)")
         self._own = LossScaler(settings)
         self._last_step = StepResult(self._own.state)
-        self._start(process_group)
+        self._start()
 
-    def _start(self, process_group: Any = None) -> None:
-        self._process_group = process_group
+    def _start(self) -> None:
         self._explain: Callable[[], str] = str
         self._seen: dict[int, _Seen] = {}  # since the last `update`, by the optimizer's id
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
@@ -164,7 +154,7 @@ class GradScaler(torch.amp.GradScaler):
             outputs = list(outputs)
         if not self.config.check or not [*leaves(outputs)]:
             return outputs
-        return self._scaler.scale(outputs, process_group=self._process_group, stacklevel=5)
+        return self._scaler.scale(outputs, process_group=None, stacklevel=5)
 
     @not_traced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -210,7 +200,7 @@ class GradScaler(torch.amp.GradScaler):
                 "calls its backward(loss)",
             )
         scaler = self._scaler
-        scaler.report_earlier_step(self._explain, process_group=self._process_group)
+        scaler.report_earlier_step(self._explain, process_group=None)
         seen = self._seen.get(id(optimizer)) or self._look(optimizer)
         if seen.finite is not None:
             raise UsageError(
@@ -260,15 +250,6 @@ class GradScaler(torch.amp.GradScaler):
     def _get_growth_tracker(self) -> int:
         return int(self._scaler.state.good_steps)
 
-    @property
-    def loss_scale(self) -> float:
-        """The scale that the next loss is multiplied by; it can be set, within the settings."""
-        return self.get_scale()
-
-    @loss_scale.setter
-    def loss_scale(self, scale: float) -> None:
-        self._scaler.set(scale, where="scaler.loss_scale = scale")
-
     def settings_and_state(self) -> tuple[LossScale, LossScaleState]:
         """Return the settings, and the state as Python numbers. Waits for the device if the state is on one."""
         return self.config, on_host(self._scaler.state)
@@ -276,10 +257,6 @@ class GradScaler(torch.amp.GradScaler):
     def resume(self, state: LossScaleState) -> None:
         """Resume from a state of Python numbers."""
         self._scaler.resume(state)
-
-    def overflowed(self, optimizer: torch.optim.Optimizer) -> list[Overflow]:
-        """Return the parameters of an optimizer whose gradients hold inf or NaN now, by name. Waits for the device."""
-        return named(find(optimizer.param_groups), names_of(optimizer.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five keys, and all fields as ``polyamp`` if its settings need them; all with wrapped ones."""
@@ -341,7 +318,7 @@ class GradScaler(torch.amp.GradScaler):
                 fix="keep the model in float32, without .half(); or wrap the optimizer, which then trains float32 "
                 "master weights: polyamp.wrap_optimizer(optimizer, policy)",
             )
-        bad, overflowed = any_rank(gradients.unscale(scaler.inverse(scaler.state.scale)), self._process_group)
+        bad, overflowed = any_rank(gradients.unscale(scaler.inverse(scaler.state.scale)))
         seen = self._seen[id(optimizer)] = _Seen(bad, overflowed)
         return seen
 
@@ -358,7 +335,7 @@ class GradScaler(torch.amp.GradScaler):
         )
 
 
-_NOT_COPIED = ("_seen", "_stepped", "_process_group", "_explain")
+_NOT_COPIED = ("_seen", "_stepped", "_explain")
 _ALIVE: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # all enabled scalers of plain optimizers in this process
 
 

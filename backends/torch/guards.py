@@ -200,13 +200,14 @@ def report_policy(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOpti
                 "alone: nothing runs in 16 bits. Compute the loss in a region: with polyamp.autocast(policy): ...",
                 stacklevel=4,
             )
-    scaler = optimizer.scaler
-    if scaler.multiplies or LAST.count == optimizer.regions_before:
+    scaler, forward = optimizer.scaler, LAST.policy
+    if LAST.count == optimizer.regions_before or (forward is not None and forward.compute == scaler.compute):
         return
     optimizer.regions_before = LAST.count
-    if not any(one.scaler.multiplies for one in list(alive)):  # the region may have been for another optimizer
+    # Another optimizer may have a loss scale, and the region may have been for that one.
+    if not (scaler.multiplies or any(one.scaler.multiplies for one in list(alive))):
         optimizer.lacks_policy = False  # reported here
-        report_missing_scale(scaler.settings, scaler.compute, LAST.policy, stacklevel=4)
+        report_missing_scale(scaler.settings, scaler.compute, forward, stacklevel=4)
 
 
 _STEPS = 2  # the first one can be a warm-up

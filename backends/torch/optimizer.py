@@ -453,15 +453,18 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.witness.close(left or Scaling(scaler, 1.0))
 
     def _operators(self) -> FusedStep | None:
-        """Return polyamp's operators, if they are used for the first parameter."""
-        params = next((group["params"] for group in self.inner.param_groups if group["params"]), None)
-        if params is None or self.fused_step is False or (self.fused_step is None and not params[0].is_cuda):
+        """Return polyamp's operators, if they are used for the first parameter, with or without a gradient."""
+        first: Tensor | None = None
+        for group in self.inner.param_groups:
+            if first is None and group["params"]:
+                first = group["params"][0]
+        if first is None or self.fused_step is False or (self.fused_step is None and not first.is_cuda):
             return None
         if self._fused is None:
             from polyamp.backends.torch.fused import FusedStep  # other programs do not load the operators
 
             self._fused = FusedStep(self.inner, always=self.fused_step is True)
-        return self._fused if self._fused.is_for(params[0].device) else None
+        return self._fused if self._fused.is_for(first.device) else None
 
     @property
     def has_tested_gradients(self) -> bool:

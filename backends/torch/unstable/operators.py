@@ -87,11 +87,6 @@ def checkpointing() -> Any:
     return hooks[1] if hooks is not None and hooks[1].__module__ == "torch.utils.checkpoint" else None
 
 
-def is_transformed() -> bool:
-    """Return whether a transform of `torch.func` is active; it is hidden inside tensors of the plain type."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
 def object_with_id(number: int) -> Any:
     """Return the live object with an ``id``, which is all that Dynamo reveals of a module that it traces."""
     return ctypes.cast(number, ctypes.py_object).value

@@ -79,6 +79,11 @@ def fsdp_groups() -> Iterator[list[Tensor]]:
             yield from ([one.sharded_param for one in group.fsdp_params] for group in groups if group is not None)
 
 
+def is_transformed() -> bool:
+    """Return whether a transform of `torch.func` is active; it is hidden inside tensors of the plain type."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def running_task() -> int:
     """Return autograd's number of the backward pass that the caller runs in; -1 outside. Numbers are not used again."""
     return torch._C._current_graph_task_id()

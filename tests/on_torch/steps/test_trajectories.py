@@ -6,12 +6,11 @@ and torch elsewhere) round alike; `test_scales_that_are_no_powers_of_two` leaves
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,9 +19,9 @@ from torch import Tensor, nn
 
 import polyamp
 from polyamp import LossScale
-from polyamp.backends.torch import GradScaler, LossScaledOptimizer
+from polyamp.backends.torch import GradScaler
 from support.harness_torch import skipping_on_device
-from support.torch_steps import NoSync
+from support.torch_steps import NoSync, Way, loss_of, network, same, spoil, state_of, train
 from support.torch_waits import waits_are_errors
 
 STEPS = 50
@@ -67,170 +66,104 @@ KINDS = kinds()
 class ByGradScaler:
     """A loop as PyTorch's documentation writes it."""
 
-    def __init__(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, max_norm: float | None) -> None:
-        self.scaler, self.optimizer, self.max_norm = scaler, optimizer, max_norm
+    def __init__(self, scaler: torch.amp.GradScaler, inner: torch.optim.Optimizer, max_norm: float | None) -> None:
+        self.scaler, self.inner, self.max_norm = scaler, inner, max_norm
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
 
     def step(self) -> None:
         if self.max_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            params = [param for group in self.optimizer.param_groups for param in group["params"]]
-            nn.utils.clip_grad_norm_(params, self.max_norm)
-        self.scaler.step(self.optimizer)
+            self.scaler.unscale_(self.inner)
+            nn.utils.clip_grad_norm_([p for group in self.inner.param_groups for p in group["params"]], self.max_norm)
+        self.scaler.step(self.inner)
         self.scaler.update()
 
     def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
+        self.inner.zero_grad()
 
     @property
     def loss_scale(self) -> float:
         return self.scaler.get_scale()
 
 
-Loop = ByGradScaler | LossScaledOptimizer
-Start = Callable[[torch.optim.Optimizer, float | None], Loop]
+STARTS = ["wrapped", "wrapped-on-device", "drop-in"]
 
 
-def start_native(optimizer: torch.optim.Optimizer, max_norm: float | None, **scale: Any) -> Loop:
-    scale = {"init_scale": INIT, "growth_interval": INTERVAL} | scale
-    return ByGradScaler(torch.amp.GradScaler("cpu", **scale), optimizer, max_norm)
+def start(
+    way: str, name: str, max_norm: float | None = None, device: str = "cpu", scale: LossScale | None = None
+) -> Way:
+    scale = scale or LossScale(init=INIT, interval=INTERVAL)
+    model = network(device)
+    inner = KINDS[name].make(model.parameters())
+    if way.startswith("wrapped"):
+        opt = polyamp.wrap_optimizer(inner, loss_scale=scale, max_grad_norm=max_norm, fused_step=False)
+        return Way(model, skipping_on_device(opt, way == "wrapped-on-device" or None))
+    make = GradScaler if way == "drop-in" else torch.amp.GradScaler
+    scaler = make(device, scale.init, scale.growth, scale.backoff, scale.interval)
+    return Way(model, ByGradScaler(scaler, inner, max_norm))
 
 
-def start_drop_in(optimizer: torch.optim.Optimizer, max_norm: float | None, **scale: Any) -> Loop:
-    scale = {"init_scale": INIT, "growth_interval": INTERVAL} | scale
-    return ByGradScaler(GradScaler("cpu", **scale), optimizer, max_norm)
-
-
-def start_wrapped(optimizer: torch.optim.Optimizer, max_norm: float | None, **options: Any) -> Loop:
-    scale = LossScale(init=INIT, interval=INTERVAL)
-    return polyamp.wrap_optimizer(optimizer, "mixed_float16", loss_scale=scale, max_grad_norm=max_norm, **options)
-
-
-def start_wrapped_on_device(optimizer: torch.optim.Optimizer, max_norm: float | None) -> Loop:
-    return skipping_on_device(start_wrapped(optimizer, max_norm))
-
-
-STARTS: dict[str, Start] = {
-    "wrapped": start_wrapped,
-    "wrapped-on-device": start_wrapped_on_device,
-    "drop-in": start_drop_in,
-}
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
-
-
-BATCHES = [(torch.randn(3, 4, generator=g), torch.randn(3, 2, generator=g)) for g in [torch.Generator()] for _ in "abc"]
-
-
-def loss_on(model: nn.Module, batch: int) -> Tensor:
-    x, y = BATCHES[batch % len(BATCHES)]
-    return nn.functional.mse_loss(model(x), y)
-
-
-def break_a_gradient(model: nn.Module, bad: float) -> None:
-    list(model.parameters())[-1].grad.view(-1)[0] = bad  # type: ignore[union-attr]
-
-
-def state_of(optimizer: Any) -> Any:
-    return copy.deepcopy(optimizer.state_dict()["state"])
-
-
-def train(
-    model: nn.Module,
-    loop: Loop,
-    *,
-    steps: Iterable[int] = range(STEPS),
-    micro_batches: int = 1,
-    overflows: dict[int, float] = OVERFLOWS,
-    loss_of: Callable[[nn.Module, int], Tensor] = loss_on,
-) -> list[Any]:
-    """The scale and the parameters after every step."""
-    history = []
-    for step in steps:
-        loop.zero_grad()
-        for micro in range(micro_batches):
-            loop.backward(loss_of(model, step + micro) / micro_batches)
-        if step in overflows:
-            break_a_gradient(model, overflows[step])
-        loop.step()
-        history.append([loop.loss_scale, *(param.detach().clone() for param in model.parameters())])
-    return history
-
-
-def same(one: Any, other: Any) -> None:
-    torch.testing.assert_close(one, other, rtol=0, atol=0)
-
-
-CASES = [(name, start) for name in KINDS for start in STARTS if KINDS[name].skips or start != "wrapped-on-device"]
+def history(way: Way, micro_batches: int = 1, loss: Callable[[nn.Module, int], Tensor] = loss_of) -> list[Any]:
+    """The parameters and the scale after every step."""
+    return [[*train(way, [step], OVERFLOWS, loss, micro_batches), way.opt.loss_scale] for step in range(STEPS)]
 
 
 @pytest.mark.parametrize(("micro_batches", "max_norm"), [(1, None), (2, 0.3)])
-@pytest.mark.parametrize(("name", "start"), CASES)
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [(name, way) for name in KINDS for way in STARTS if KINDS[name].skips or way != "wrapped-on-device"],
+)
 def test_fifty_steps_are_those_of_the_native_scaler(
-    name: str, start: str, micro_batches: int, max_norm: float | None
+    name: str, way: str, micro_batches: int, max_norm: float | None
 ) -> None:
-    models = [network(), network()]
-    plain = [KINDS[name].make(model.parameters()) for model in models]
-    loops = [start_native(plain[0], max_norm), STARTS[start](plain[1], max_norm)]
-    native, ours = (train(model, loop, micro_batches=micro_batches) for model, loop in zip(models, loops, strict=True))
-    same(ours, native)
-    same(state_of(plain[1]), state_of(plain[0]))
-    assert len({scale for scale, *_ in native}) > 3
+    ours, native = start(way, name, max_norm), start("native", name, max_norm)
+    expected = history(native, micro_batches)
+    same(history(ours, micro_batches), expected)
+    same(state_of(ours.opt), state_of(native.opt))
+    assert len({scale for _, scale in expected}) > 3
 
 
-@pytest.mark.parametrize("start", ["wrapped", "drop-in"])
+@pytest.mark.parametrize("way", ["wrapped", "drop-in"])
 @pytest.mark.parametrize("name", ["momentum", "adamw-foreach", "rmsprop"])
-def test_scales_that_are_no_powers_of_two(name: str, start: str) -> None:
+def test_scales_that_are_no_powers_of_two(name: str, way: str) -> None:
     """The settings are float32 numbers: ``advance`` rounds them to that, and the native scaler does not."""
-    in_torch = {"init_scale": 1000.5, "growth_factor": 1.25, "backoff_factor": 0.75, "growth_interval": 3}
     scale = LossScale(init=1000.5, growth=1.25, backoff=0.75, interval=3)
-    models = [network(), network()]
-    plain = [KINDS[name].make(model.parameters()) for model in models]
-    if start == "wrapped":
-        ours: Loop = polyamp.wrap_optimizer(plain[1], loss_scale=scale)
-    else:
-        ours = start_drop_in(plain[1], None, **in_torch)
-    same(train(models[1], ours), train(models[0], start_native(plain[0], None, **in_torch)))
-    assert math.log2(ours.loss_scale) % 1 != 0
+    ours = start(way, name, scale=scale)
+    same(history(ours), history(start("native", name, scale=scale)))
+    assert math.log2(ours.opt.loss_scale) % 1 != 0
 
 
-@pytest.mark.parametrize("start", STARTS)
-def test_the_whole_loop_with_autocast_is_the_native_one(start: str) -> None:
+@pytest.mark.parametrize("way", STARTS)
+def test_the_whole_loop_with_autocast_is_the_native_one(way: str) -> None:
     def loss_in(region: Callable[[], Any]) -> Callable[[nn.Module, int], Tensor]:
-        def loss_of(model: nn.Module, batch: int) -> Tensor:
+        def loss(model: nn.Module, batch: int) -> Tensor:
             with region():
-                return loss_on(model, batch)
+                return loss_of(model, batch)
 
-        return loss_of
+        return loss
 
-    regions = [lambda: torch.autocast("cpu", torch.bfloat16), lambda: polyamp.autocast("mixed_bfloat16")]
-    models = [network(), network()]
-    plain = [KINDS["adamw-fused"].make(model.parameters()) for model in models]
-    loops = [start_native(plain[0], 1.0), STARTS[start](plain[1], 1.0)]
-    same(*(train(m, loop, loss_of=loss_in(region)) for m, loop, region in zip(models, loops, regions, strict=True)))
+    ours, native = (start(one, "adamw-fused", 1.0) for one in (way, "native"))
+    same(
+        history(ours, loss=loss_in(lambda: polyamp.autocast("mixed_bfloat16"))),
+        history(native, loss=loss_in(lambda: torch.autocast("cpu", torch.bfloat16))),
+    )
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.skips])
 def test_a_step_on_the_device_waits_for_nothing(name: str, max_norm: float | None) -> None:
-    model = network()
-    opt = start_wrapped_on_device(KINDS[name].make(model.parameters()), max_norm)
-    train(model, opt, steps=range(2), overflows={})  # the first step decides on the host
+    way = start("wrapped-on-device", name, max_norm)
+    train(way, range(2), overflows={})  # the first step decides on the host
     for step in range(6):
-        opt.zero_grad()
-        scaled = loss_on(model, step)
-        opt.backward(scaled)
+        way.opt.zero_grad()
+        way.opt.backward(loss_of(way.model, step))
         if step % 2:
-            break_a_gradient(model, math.nan)
+            spoil(way.model, math.nan)
         with NoSync():
-            opt.step()
-            _ = opt.last_step
-    assert opt.last_step.skipped_in_a_row == 1
+            way.opt.step()
+            _ = way.opt.last_step
+    assert way.opt.last_step.skipped_in_a_row == 1
 
 
 def test_the_watch_for_waits_can_fail() -> None:
@@ -241,25 +174,16 @@ def test_the_watch_for_waits_can_fail() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["momentum-fused", "adamw-fused"])
 def test_fifty_steps_on_a_gpu_wait_for_nothing_and_are_the_native_ones(name: str) -> None:
-    models = [network().cuda(), network().cuda()]
-    plain = [KINDS[name].make(model.parameters()) for model in models]
-    scaler = torch.amp.GradScaler("cuda", init_scale=INIT, growth_interval=INTERVAL)
-    loops: list[Loop] = [ByGradScaler(scaler, plain[0], None), start_wrapped(plain[1], None, fused_step=False)]
-    x, y = (value.cuda() for value in BATCHES[0])
-    bad = {value: torch.tensor(value, device="cuda") for value in OVERFLOWS.values()}
+    ours, native = start("wrapped", name, device="cuda"), start("native", name, device="cuda")
+    x, y = torch.randn(5, 4, device="cuda"), torch.randn(5, 3, device="cuda")
 
-    def steps(model: nn.Module, loop: Loop, first: int, last: int) -> None:
-        for step in range(first, last):
-            loop.zero_grad()
-            loop.backward(nn.functional.mse_loss(model(x), y))
-            if step in OVERFLOWS:
-                break_a_gradient(model, bad[OVERFLOWS[step]])  # type: ignore[arg-type]
-            loop.step()
+    def steps(way: Way, first: int, last: int) -> None:
+        train(way, range(first, last), OVERFLOWS, lambda model, _: nn.functional.mse_loss(model(x), y))
 
     first_skip = min(OVERFLOWS)
-    steps(models[0], loops[0], 0, STEPS)
-    steps(models[1], loops[1], 0, first_skip)
+    steps(native, 0, STEPS)
+    steps(ours, 0, first_skip)
     with waits_are_errors():
-        steps(models[1], loops[1], first_skip, STEPS)
-    assert loops[1].loss_scale == loops[0].loss_scale
-    same(*(list(model.parameters()) for model in models))
+        steps(ours, first_skip, STEPS)
+    assert ours.opt.loss_scale == native.opt.loss_scale
+    same(*(list(way.model.parameters()) for way in (ours, native)))

@@ -32,12 +32,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from polyamp.errors import (
     InvalidTypeError,
+    MissingFrameworkError,
     PolyampError,
     UnsupportedError,
     check_options,
     did_you_mean,
     kind_of,
     missing,
+    shown,
 )
 
 if TYPE_CHECKING:
@@ -308,17 +310,21 @@ def names() -> list[str]:
 
 def adapter_named(name: str) -> Adapter:
     """Load an adapter by its framework's name or one of its import roots."""
-    entry = entries().get(name)
+    return _load(entry_named(name))
+
+
+def entry_named(name: object) -> EntryPoint:
+    """Return the entry point of a framework's name; refuse a word that is none."""
+    entry = entries().get(name) if isinstance(name, str) else None
     if entry is None:
         raise InvalidTypeError(
             "no adapter of that name",
             where="backend=",
-            found=repr(name),
+            found=shown(name),
             allowed=", ".join(names()),
-            fix=f"{did_you_mean(str(name), names())}use one of the names above, or install the package that has the "
-            "adapter",
+            fix=f"{did_you_mean(name, names())}use one of the names above, or install the package that has the adapter",
         )
-    return _load(entry)
+    return entry
 
 
 def adapter_of(obj: object) -> Adapter | None:
@@ -435,10 +441,17 @@ def _load(entry: EntryPoint) -> Adapter:
         try:
             _adapters[entry.value] = entry.load()
         except ModuleNotFoundError as error:
-            if error.name is None or error.name.startswith("polyamp"):
-                raise
+            if error.name not in entries():
+                raise  # something inside of a framework, or of polyamp
             raise missing(error.name, extra=backend) from error
     return _adapters[entry.value]
+
+
+def why_broken(name: str, error: Exception) -> str:
+    """Describe why an adapter cannot be loaded: its framework is not installed, or it is and does not load."""
+    if isinstance(error, MissingFrameworkError):
+        return str(error)
+    return f"{name} does not load: {type(error).__name__}: {error}. Try python -c 'import {name}'; install it again"
 
 
 def _backend_of(entry: EntryPoint) -> str:
@@ -452,12 +465,16 @@ def _roots(kind: type) -> Iterator[str]:
         yield parts[2] if parts[:2] == ["polyamp", "backends"] and len(parts) > 2 else parts[0]
 
 
-def _walk(objects: Iterable[object], within: tuple[int, ...] = ()) -> Iterator[object]:
-    """Yield each object, then the contents of containers; never the same object twice on one path down."""
-    for obj in objects:
-        yield obj
-        if id(obj) not in within:
-            yield from _walk(_parts_of(obj), (*within, id(obj)))
+def _walk(objects: Iterable[object]) -> Iterator[object]:
+    """Yield each object once, then the contents of containers."""
+    seen: dict[int, object] = {}  # what is seen lives on, so that no other object gets its id
+    rest = [*objects][::-1]
+    while rest:
+        obj = rest.pop()
+        if id(obj) not in seen:
+            seen[id(obj)] = obj
+            yield obj
+            rest += [*_parts_of(obj)][::-1]
 
 
 def _parts_of(obj: object) -> Iterable[object]:
@@ -499,6 +516,17 @@ def adapter_for(backend: str | None, obj: Any, *, where: str) -> Adapter:
     if found is None:
         raise no_adapter(obj, where=where)
     return found
+
+
+def too_deep(where: str) -> InvalidTypeError:
+    """Return the error for arguments that are nested too deeply for a framework's own walk."""
+    return InvalidTypeError(
+        "Python's limit of recursion is exceeded",
+        where=where,
+        found="containers that are nested too deeply, or a function that calls itself without end",
+        allowed=f"{sys.getrecursionlimit()} calls",
+        fix="give the parts one by one",
+    )
 
 
 def offering(

@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -72,9 +74,26 @@ def examine() -> dict[str, Any]:
 
 def _examine(name: str) -> dict[str, Any]:
     try:
-        return {"installed": True, **adapters.adapter_named(name).describe()}
-    except MissingFrameworkError as error:
-        return {"installed": False, "why": str(error)}
+        with _without_log_lines():
+            return {"installed": True, **adapters.adapter_named(name).describe()}
+    except Exception as error:
+        return {"installed": False, "why": adapters.why_broken(name, error)}
+
+
+@contextmanager
+def _without_log_lines() -> Iterator[None]:
+    """Send what frameworks write to standard error to nowhere, C++ code included."""
+    if sys.stderr is None:  # it is closed
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:
+        kept = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _print_diagnosis(found: dict[str, Any]) -> None:
@@ -91,9 +110,10 @@ def _print_diagnosis(found: dict[str, Any]) -> None:
 
 def _doctor_rows(name: str, framework: dict[str, Any]) -> list[list[str]]:
     if not framework["installed"]:
-        return [[name, "not installed", "", "", framework["why"]]]
-    devices = framework["devices"] or [{"name": "", "fast": []}]
-    rows = [["", "", device["name"], ", ".join(device["fast"]) or "none", ""] for device in devices]
+        state = "not installed" if "is not installed" in framework["why"] else "broken"
+        return [[name, state, "", "", framework["why"]]]
+    rows = [["", "", one["name"], ", ".join(one["fast"]) or "none", ""] for one in framework["devices"]]
+    rows = rows or [[""] * 5]
     rows[0][:2] = [name, framework["version"]]
     rows[0][4] = "\n".join(framework["notes"])
     return rows

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from polyamp import adapters
 from polyamp.adapters import Adapter
-from polyamp.errors import MissingFrameworkError, missing
+from polyamp.errors import MissingFrameworkError, PolyampError, missing
 from polyamp.policies import policy
 from polyamp.report import figure_for, save_figure
 from polyamp.scale import LossScale, StepResult
@@ -62,7 +62,11 @@ def examples(names: Iterable[str] | None = None) -> tuple[dict[Adapter, Any], li
             if package == "sklearn":
                 raise missing("scikit-learn", extra="demo") from error
             if package != "polyamp":  # an adapter from elsewhere has no example
-                absent.append(str(missing(package, extra=name)))
+                absent.append(adapters.why_broken(name, error))
+        except PolyampError:
+            raise
+        except Exception as error:
+            absent.append(adapters.why_broken(name, error))
     return found, absent
 
 

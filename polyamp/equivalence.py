@@ -11,7 +11,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import SEEK_END, PathLike
 from pathlib import Path
@@ -128,6 +128,15 @@ def parity(
     Sources: the tests are Schuirmann's (1987), in the form of confidence intervals; negative and positive controls as
     in any assay (Lipsitch and others 2010).
     """
+    words: dict[str, tuple[object, bool, str]] = {
+        "metric": (metric, isinstance(metric, str | None), "the name of a metric, or None"),
+        "better": (better, better in (None, "higher", "lower"), '"higher", "lower" or None'),
+        "controls": (controls, isinstance(controls, bool), "True or False"),
+        "stop_early": (stop_early, isinstance(stop_early, bool), "True or False"),
+        "keep": (keep, isinstance(keep, str | PathLike | None), "the path of a file, or None"),
+        "progress": (progress, isinstance(progress, bool) or callable(progress), "True, False or a function"),
+    }
+    check_arguments("parity", [(name, *rest) for name, rest in words.items()])
     policies = _checked(policy, seeds, alpha, first_seed, reference)
     student()  # if scipy is missing, this fails now and not after hours of training
     amount, is_share = _margin(margin)
@@ -270,13 +279,11 @@ def _checked(
     check_range("seeds", seeds, FIRST_LOOK, 10_000, where="parity(seeds=)")
     check_range("alpha", alpha, 1e-6, 0.49, where="parity(alpha=)")
     are_low = bool(chosen) and all(format_of(one.compute).is_low for one in chosen)
-    are_numbers = reference is None or (
-        len(reference) > 1 and all(is_number(value) and math.isfinite(value) for value in reference)
-    )
+    are_numbers = isinstance(reference, Collection) and len(reference) > 1 and all(map(_is_finite, reference))
     checks = [
         ("policy", list(map(str, chosen)), are_low, "policies of 16 bits; float32 is trained in any case"),
         ("first_seed", first_seed, is_integer(first_seed), "an integer"),
-        ("reference", reference, are_numbers, "at least two finite numbers, or None"),
+        ("reference", reference, reference is None or are_numbers, "at least two finite numbers, or None"),
     ]
     check_arguments("parity", checks)
     return chosen
@@ -289,7 +296,7 @@ def _margin(given: float | str) -> tuple[float, bool]:
         amount = float(given.strip().rstrip("%")) if isinstance(given, str) else given
     except ValueError:
         amount = math.nan
-    if not (is_number(amount) and 0 < amount < math.inf):
+    if not (is_number(amount) and 0 < amount <= sys.float_info.max):
         raise InvalidValueError(
             "invalid margin",
             where="parity(margin=)",
@@ -375,6 +382,10 @@ def _parts(made: Any) -> tuple[dict[str, float], Any]:
         allowed=_FORMS,
         fix="return the metric on data that it did not train on, by its name, and nothing else",
     )
+
+
+def _is_finite(value: object) -> bool:
+    return is_number(value) and abs(value) <= sys.float_info.max
 
 
 def _number(value: object) -> float | None:

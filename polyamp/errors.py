@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from itertools import islice
+from types import SimpleNamespace
 from typing import Any, TypeGuard
+
+_LONGEST = 3000  # characters of a part of an error, which can repeat what the user wrote, or a compiler
 
 
 class PolyampError(Exception):
@@ -34,8 +38,8 @@ class PolyampError(Exception):
         fix: str | None = None,
     ) -> None:
         parts = (("where:", where), ("found:", found), ("allowed:", allowed), ("to do:", fix))
-        lines = [f"  {label:<8} {text}" for label, text in parts if text is not None]
-        super().__init__("\n".join([what, *lines]))
+        lines = [f"  {label:<8} {_cut(text, _LONGEST)}" for label, text in parts if text is not None]
+        super().__init__("\n".join([_cut(what, _LONGEST), *lines]))
 
 
 class InvalidValueError(PolyampError, ValueError):
@@ -136,8 +140,33 @@ def unreported() -> Iterator[None]:
 
 
 def shown(value: object, longest: int = 200) -> str:
-    """Describe a wrong value in an error: the value, cut where it is long, and its type."""
-    return f"{repr(value)[:longest]} ({type(value).__name__})"
+    """Describe a wrong value in an error: the start of its text, and its type."""
+    return f"{_cut(value, longest, quoted=True)} ({type(value).__name__})"
+
+
+def _cut(value: object, longest: int, *, quoted: bool = False, depth: int = 3) -> str:
+    """Return the start of a value's text. No object of a user's makes it raise or take long, or shows what it holds."""
+    try:
+        if isinstance(value, str):
+            text = repr(value[:longest]) if quoted else value
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            first = [_cut(one, longest, quoted=True, depth=depth - 1) for one in islice(value, 8 if depth else 0)]
+            opening, closing = "()" if isinstance(value, tuple) else "{}" if isinstance(value, Set) else "[]"
+            text = f"{opening}{', '.join(first + ['...'] * (len(value) > len(first)))}{closing}"
+        elif isinstance(value, Mapping):  # it may hold passwords
+            text = f"a mapping of {len(value)}"
+        elif hasattr(value, "__dict__") and "polyamp" not in type(value).__module__ and _has_parts(value):
+            text = f"a {kind_of(value)}"
+        else:
+            text = repr(value) if quoted else str(value)
+    except Exception:
+        text = f"a {kind_of(value)}"
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def _has_parts(value: object) -> bool:
+    """Return whether the text of an object is made of its attributes' texts, so that it can be of any length."""
+    return isinstance(value, SimpleNamespace | UserList) or hasattr(value, "__dataclass_fields__")
 
 
 def kind_of(value: object) -> str:
@@ -147,7 +176,7 @@ def kind_of(value: object) -> str:
 
 def brief(value: object) -> str:
     """Return a value's text for an error; for an array, its type alone."""
-    text = repr(value)
+    text = _cut(value, 80, quoted=True)
     return text if len(text) < 80 and "\n" not in text else f"a {kind_of(value)}"
 
 
@@ -187,7 +216,7 @@ def check_count(name: str, value: object, *, where: str) -> int:
 
 def check_range(name: str, value: object, least: float, most: float, *, where: str) -> None:
     """Refuse a value that is not a number within its limits."""
-    if not (is_number(value) and math.isfinite(value) and least <= value <= most):
+    if not (is_number(value) and least <= value <= most):
         raise InvalidValueError(
             f"invalid {name}",
             where=where,
@@ -205,7 +234,7 @@ def check_arguments(
     """Refuse the first argument of a verb that does not fit."""
     for name, value, fits, allowed in checks:
         if not fits:
-            found, fix = shown(value), f"see help(polyamp.{verb})"
+            found, fix = shown(value), f"give {name} such a value; help(polyamp.{verb}) describes it"
             raise error(f"invalid {name}", where=f"{verb}({name}=)", found=found, allowed=allowed, fix=fix)
 
 
@@ -243,12 +272,14 @@ def check_callable(value: object, *, where: str, allowed: str, fix: str) -> None
         raise wrong_type(value, where=where, allowed=allowed, fix=fix, what="this cannot be called")
 
 
-def did_you_mean(found: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+def did_you_mean(found: object, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Return the known name nearest to a wrong one, as a sentence; empty if none is near."""
     from difflib import get_close_matches  # only an error needs it
 
+    if not isinstance(found, str):
+        return ""
     by_lower = {name.lower(): name for name in known}
-    nearest = get_close_matches(found.lower(), by_lower, n=1, cutoff=cutoff)
+    nearest = get_close_matches(found[:80].lower(), by_lower, n=1, cutoff=cutoff)
     return f"did you mean {by_lower[nearest[0]]}? " if nearest else ""
 
 
@@ -294,7 +325,7 @@ def check_choice(value: object, choices: Iterable[object], *, where: str, fix: s
     known = list(choices)
     if not any(type(value) is type(choice) and value == choice for choice in known):
         raise InvalidValueError(
-            "not one of the choices", where=where, found=repr(value), allowed=", ".join(map(repr, known)), fix=fix
+            "not one of the choices", where=where, found=shown(value), allowed=", ".join(map(repr, known)), fix=fix
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from polyamp.errors import InvalidTypeError, InvalidValueError, did_you_mean
+from polyamp.errors import InvalidTypeError, InvalidValueError, did_you_mean, shown
 from polyamp.formats import format_of
 from polyamp.operations import CLASSES, OPERATIONS
 
@@ -108,7 +108,7 @@ def _pairs(spec: Mapping[str, str] | Iterable[tuple[str, str]], where: str) -> l
         raise InvalidTypeError(
             "the rules must be a mapping from patterns to classes, all strings",
             where=where,
-            found=repr(spec),
+            found=shown(spec),
             allowed='a mapping such as {"softmax": "full"}',
             fix="write the rules as a mapping",
         )
@@ -117,7 +117,7 @@ def _pairs(spec: Mapping[str, str] | Iterable[tuple[str, str]], where: str) -> l
 
 def _bad_rule(what: str, where: str, found: str, allowed: str, hint: str = "") -> InvalidValueError:
     fix = f"{hint}correct or remove that rule"
-    return InvalidValueError(what, where=where, found=repr(found), allowed=allowed, fix=fix)
+    return InvalidValueError(what, where=where, found=shown(found), allowed=allowed, fix=fix)
 
 
 def _components(path: str) -> list[str]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from polyamp.errors import InvalidValueError, did_you_mean, warn_once, wrong_type
+from polyamp.errors import InvalidValueError, did_you_mean, shown, warn_once, wrong_type
 
 
 class Format(NamedTuple):
@@ -113,7 +113,7 @@ def name_of_dtype(dtype: object) -> str | None:
         dtype: ``torch.float16``, ``jax.numpy.bfloat16``, ``tf.float16``, a NumPy type or dtype.
     """
     names = (getattr(dtype, key, None) for key in ("name", "__name__"))
-    written = repr(dtype).removeprefix("torch.")  # torch's dtypes have no name
+    written = str(dtype).removeprefix("torch.") if type(dtype).__name__ == "dtype" else None  # torch's have no name
     return next((name for name in (*names, written) if isinstance(name, str) and name in FORMATS), None)
 
 
@@ -141,7 +141,7 @@ def format_of(name: str, *, where: str = "format") -> Format:
         raise InvalidValueError(
             "unknown number format",
             where=where,
-            found=repr(name),
+            found=shown(name),
             allowed=", ".join((*FORMATS, *_ALIASES)),
             fix=f"{did_you_mean(known, (*FORMATS, *_ALIASES))}use one of the names above",
         )

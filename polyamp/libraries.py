@@ -191,9 +191,9 @@ def library(name: object, *, where: str) -> Library:
     raise InvalidValueError(
         "unknown loss-scale preset",
         where=where,
-        found=repr(name),
+        found=shown(name),
         allowed=", ".join(LIBRARIES),
-        fix=f"{did_you_mean(str(name), LIBRARIES)}use one of the names above, or write the settings one by one",
+        fix=f"{did_you_mean(name, LIBRARIES)}use one of the names above, or write the settings one by one",
     )
 
 

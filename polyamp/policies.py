@@ -10,7 +10,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from polyamp.errors import InvalidValueError, did_you_mean, unknown_options, warn_once, wrong_type
+from polyamp.errors import (
+    InvalidValueError,
+    did_you_mean,
+    shown,
+    unknown_options,
+    warn_once,
+    wrong_type,
+)
 from polyamp.flow import Decision, Rule, decide, parse_rules
 from polyamp.formats import format_of, name_of_dtype
 from polyamp.scale import LossScale
@@ -88,6 +95,7 @@ SAME_AS: dict[str, str] = {
     "amp_bf16": "mixed_bfloat16",
 }
 
+_COMMON = ("mixed_float16", "mixed_bfloat16", "float32", "float16", "bfloat16", "O2")
 WORDS: tuple[str, ...] = (*_WORDS, *SAME_AS)
 _DEVICES = ("cuda", "cpu", "gpu", "tpu", "mps", "xpu", "hpu")  # torch.autocast needs a device; a policy does not
 _BY_LOWER = {word.lower(): SAME_AS.get(word, word) for word in WORDS}
@@ -177,9 +185,9 @@ def _bad(what: str, where: str, found: str, hint: str = "") -> InvalidValueError
     return InvalidValueError(
         what,
         where=where,
-        found=repr(found),
-        allowed=", ".join(WORDS) + "; or params=FORMAT,compute=FORMAT,output=FORMAT",
-        fix=f"{hint}{'Else use' if hint else 'use'} one of the names above, each key once",
+        found=shown(found),
+        allowed=f"{', '.join(_COMMON)}, and others of docs/reference/policies.md; or params=FORMAT,compute=FORMAT",
+        fix=f"{hint}{'Else use' if hint else 'use'} one name of a policy, or each key once",
     )
 
 
@@ -222,7 +230,7 @@ class Policy:
             raise InvalidValueError(
                 "bfloat16 has the range of float32: a dynamic loss scale cannot help it",
                 where="policy(loss_scale=)",
-                found=repr(self.loss_scale),
+                found=shown(self.loss_scale),
                 allowed="LossScale.skip_nonfinite(), the default; or LossScale.none(), which checks nothing",
                 fix="leave loss_scale= out",
             )
@@ -352,7 +360,7 @@ class Policy:
             raise InvalidValueError(
                 "a saved policy has exactly these fields",
                 where="Policy.from_dict(saved)",
-                found=", ".join(map(str, saved)) if isinstance(saved, Mapping) else repr(saved),
+                found=", ".join(map(str, saved)) if isinstance(saved, Mapping) else shown(saved),
                 allowed=", ".join(wanted),
                 fix="pass the result of Policy.to_dict()",
             )
@@ -363,11 +371,11 @@ class Policy:
         return _write(self.param, self.compute, self.output, self.rules, self.loss_scale, self.name)
 
     def __enter__(self) -> Policy:
-        ENTERED.set((*ENTERED.get(), (self, nullcontext())))
+        ENTERED.set((*ENTERED.get(), (self, nullcontext(), self)))
         return self
 
     def __exit__(self, *_: object) -> None:
-        ENTERED.set(ENTERED.get()[:-1])
+        leave(self)
 
 
 def policy(
@@ -395,7 +403,7 @@ def policy(
         spec: a `Policy`; a Keras name (``float32 mixed_float16 mixed_bfloat16 float16 bfloat16``); a jmp string
             (``params=float32,compute=float16,output=float32``, ``p=f32,c=bf16,o=f32``, ``half``, ``full``); an Apex
             level (``O0 O1 O2 O3``); a trainer's word (``fp16 bf16 16-mixed bf16-mixed 16-true bf16-true amp_fp16``);
-            ``str()`` of a policy; a framework's floating-point dtype, which means the Keras name of that format; or a
+            ``str()`` of a policy; or a
             ``jmp.Policy`` or Keras ``DTypePolicy``. None without other arguments is the current policy. A `Policy`
             without other arguments is returned unchanged.
         param: format of stored parameters: a name, or a framework's dtype.
@@ -449,9 +457,10 @@ _ARGUMENTS = ("param", "compute", "output", "rules", "loss_scale", "name")
 _OF_JMP = {"param_dtype": "param", "params": "param", "compute_dtype": "compute", "output_dtype": "output"}
 """Names of formats in jmp and flax, for errors."""
 
-# Each ``with policy:`` and each region: the policy, and the frameworks' autocast that the region entered. One variable
-# for all objects, because a context keeps every variable that was ever set in it.
-ENTERED: ContextVar[tuple[tuple[Policy, AbstractContextManager[Any]], ...]] = ContextVar("polyamp_policies", default=())
+# Each ``with policy:`` and each region: the policy, the frameworks' autocast that the region entered, and the object
+# that was entered. One variable for all of them, because a context keeps every variable that was ever set in it.
+Entry = tuple[Policy, AbstractContextManager[Any], object]
+ENTERED: ContextVar[tuple[Entry, ...]] = ContextVar("polyamp_policies", default=())
 _global_policy = Policy("float32", "float32", "float32")
 
 
@@ -464,6 +473,16 @@ def current_policy() -> Policy:
     """
     entered = ENTERED.get()
     return entered[-1][0] if entered else _global_policy
+
+
+def leave(owner: object) -> AbstractContextManager[Any]:
+    """Forget the last entry of an object, which need not be the last of all: two generators end in any order."""
+    entered = ENTERED.get()
+    for place in reversed(range(len(entered))):
+        if entered[place][2] is owner:
+            ENTERED.set(entered[:place] + entered[place + 1 :])
+            return entered[place][1]
+    return nullcontext()  # it was entered in another task
 
 
 def in_policy() -> bool:
@@ -527,7 +546,16 @@ def _of_another_library(spec: Any, formats: dict[str, str]) -> tuple[Any, dict[s
     keys = {"param": "param_dtype", "compute": "compute_dtype", "output": "output_dtype"}
     if isinstance(spec, type) or not all(hasattr(spec, name) for name in keys.values()):
         keras_name = getattr(spec, "name", None) if hasattr(spec, "variable_dtype") else None
-        return keras_name or name_of_dtype(spec) or spec, formats
+        dtype = name_of_dtype(spec)
+        if keras_name is None and dtype in ("float16", "bfloat16"):
+            raise InvalidValueError(
+                "a dtype can mean two policies",
+                where="policy(spec)",
+                found=shown(spec),
+                allowed=f'"mixed_{dtype}", which stores parameters in float32; "{dtype}", which stores them in {dtype}',
+                fix=f'write "mixed_{dtype}" for what torch.autocast does',
+            )
+        return keras_name or dtype or spec, formats
     own = {key: _format(getattr(spec, name), f"policy(spec).{name}") for key, name in keys.items()}
     return None, {**own, **formats}
 
@@ -550,8 +578,11 @@ def _cast(tree: Tree, format_name: str) -> Tree:
     from polyamp import adapters
 
     hidden = getattr(tree, "__dict__", {}).values()  # for an object that is not a container, its attributes
-    for adapter in adapters.adapters_within(tree) or adapters.adapters_within(*hidden):
-        tree = adapter.cast(tree, format_name)
+    try:
+        for adapter in adapters.adapters_within(tree) or adapters.adapters_within(*hidden):
+            tree = adapter.cast(tree, format_name)
+    except RecursionError as error:
+        raise adapters.too_deep("policy.cast_to_compute(tree), or another cast") from error
     return tree
 
 

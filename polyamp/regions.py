@@ -18,9 +18,9 @@ from typing import Any, TypeVar, overload
 
 from polyamp import adapters
 from polyamp.adapters import Adapter, having
-from polyamp.errors import InvalidTypeError, UnsupportedError, brief
+from polyamp.errors import InvalidTypeError, UnsupportedError, brief, warn_once
 from polyamp.formats import name_of_dtype
-from polyamp.policies import ENTERED, Policy, chosen_policy
+from polyamp.policies import ENTERED, Policy, chosen_policy, leave
 from polyamp.policies import policy as make_policy
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -77,6 +77,8 @@ def autocast(
     """
     if mistaken:
         raise _another_autocast(mistaken)
+    if backend is not None:
+        adapters.entry_named(backend)
     bound = None if policy is None else make_policy(policy)
     if callable(target) and not isinstance(target, Policy) and name_of_dtype(target) is None:
         return autocast_function(target, bound, backend, {} if argnums is None else {"argnums": argnums})
@@ -128,16 +130,19 @@ class Autocast:
     def __enter__(self) -> Policy:
         chosen = chosen_policy(None, "autocast()") if self._policy is None else self._policy
         ambient = _ambient(self._backend)
+        if not ambient and chosen.casts:
+            warn_once(
+                "polyamp.autocast was entered before any framework was imported: a framework that is imported inside "
+                "computes as without it. Import the framework first."
+            )
         one = len(ambient) == 1
         context = ambient[0].autocast_context(chosen) if one else _together(ambient, chosen)
         context.__enter__()
-        ENTERED.set((*ENTERED.get(), (chosen, context)))
+        ENTERED.set((*ENTERED.get(), (chosen, context, self)))
         return chosen
 
     def __exit__(self, *error: Any) -> None:
-        entered = ENTERED.get()
-        ENTERED.set(entered[:-1])
-        entered[-1][1].__exit__(*error)
+        leave(self).__exit__(*error)
 
     def __call__(self, fn: Fn) -> Fn:
         return autocast_function(fn, self._policy, self._backend)  # type: ignore[return-value]

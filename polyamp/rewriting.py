@@ -8,7 +8,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 from polyamp import adapters
-from polyamp.adapters import Adapter, having, offering
+from polyamp.adapters import Adapter, having, offering, too_deep
 from polyamp.errors import check_callable, not_traced
 from polyamp.plan import Plan
 from polyamp.policies import Policy, chosen_policy
@@ -122,7 +122,11 @@ def rewrite(
     _check_rewritable(fn, own, where="rewrite(fn)")
     if args or kwargs or backend is not None or own is not None:
         adapter = offering("rewrite", backend, (fn, args, kwargs), options, where="rewrite(fn, *args)")
-        return adapter.rewrite(fn, args, kwargs, chosen_policy(chosen, "rewrite(fn)"), **options)
+        chosen = chosen_policy(chosen, "rewrite(fn)")
+        try:
+            return adapter.rewrite(fn, args, kwargs, chosen, **options)
+        except RecursionError as error:
+            raise too_deep("rewrite(fn, *args)") from error
     named = adapters.adapter_named_in("rewrite", fn)
     if named and getattr(named, "rewrites_unseen", False):  # rewrite now, so that a SavedModel finds the function
         return having(named, "rewrite", options).rewrite(fn, (), {}, chosen_policy(chosen, "rewrite(fn)"), **options)
@@ -162,7 +166,10 @@ def explain(
     _check_rewritable(fn, adapters.adapter_of(fn), where="explain(fn)")
     options = {} if engine in (None, "rewrite") else {"engine": engine}
     adapter = offering("explain", backend, (fn, args, kwargs), options, where="explain(fn, *args)")
-    return adapter.explain(fn, args, kwargs, make_policy(policy), **options)
+    try:
+        return adapter.explain(fn, args, kwargs, make_policy(policy), **options)
+    except RecursionError as error:
+        raise too_deep("explain(fn, *args)") from error
 
 
 def _check_rewritable(fn: object, adapter: Adapter | None, *, where: str) -> None:

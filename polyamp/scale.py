@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
@@ -22,6 +23,7 @@ from polyamp.errors import (
     InvalidValueError,
     LossScaleError,
     UsageError,
+    check_arguments,
     did_you_mean,
     is_integer,
     is_number,
@@ -59,45 +61,6 @@ def named_settings(cls: Settings) -> Settings:
 
     cls.__init__ = init
     return cls
-
-
-def invalid_setting(name: str, found: object, allowed: str) -> InvalidValueError:
-    """Return the error for a setting outside its range."""
-    return InvalidValueError(
-        f"invalid loss-scale setting {name}",
-        where=f"LossScale({name}=...)",
-        found=repr(found),
-        allowed=allowed,
-        fix=f"give {name} a value in that range",
-    )
-
-
-def wrong_setting(name: str, found: object, allowed: str) -> InvalidTypeError:
-    """Return the error for a setting of the wrong type."""
-    what, fix = f"loss-scale setting {name} is not {allowed}", "pass a plain number"
-    return wrong_type(found, where=f"LossScale({name}=...)", allowed=allowed, fix=fix, what=what)
-
-
-def checked_real(name: str, value: object, *, above: float) -> float:
-    """Return a setting that is a finite number greater than ``above``, as a float."""
-    if not is_number(value):
-        raise wrong_setting(name, value, "a number")
-    try:
-        number = float(value)
-    except OverflowError:  # an int beyond the range of float64, too long to print
-        value = number = math.inf
-    if not (math.isfinite(number) and number > above):
-        raise invalid_setting(name, value, f"a finite number greater than {above:g}")
-    return number
-
-
-def checked_count(name: str, value: object) -> int:
-    """Return a setting that is a number of steps."""
-    if not is_integer(value):
-        raise wrong_setting(name, value, "an integer")
-    if not 1 <= value <= LARGEST_COUNT:
-        raise invalid_setting(name, value, "an integer between 1 and 2**31 - 1: counters are int32")
-    return value
 
 
 # --- settings, state and rule -----------------------------------------------------------------------------------------
@@ -194,8 +157,7 @@ class LossScale:
     late_growth: Literal["never", "after_overflow", "always"] = "never"
     check: bool = True
 
-    _REALS: ClassVar = {"init": 0.0, "growth": 1.0, "backoff": 0.0, "min": 0.0, "max": 0.0}  # exclusive lower bounds
-    _COUNTS: ClassVar = ("interval", "hysteresis", "max_skips")
+    _REALS: ClassVar = ("init", "growth", "backoff", "min", "max")
     _CHOICES: ClassVar = {
         "on_min": ("warn", "raise", "ignore"),
         "nonfinite_loss": ("skip", "raise"),
@@ -205,31 +167,33 @@ class LossScale:
     }
 
     def __post_init__(self) -> None:
-        for name, bound in self._REALS.items():
-            object.__setattr__(self, name, checked_real(name, getattr(self, name), above=bound))
-        for name in self._COUNTS:
-            if not (name == "max_skips" and self.max_skips is None):
-                object.__setattr__(self, name, checked_count(name, getattr(self, name)))
-        for name, choices in self._CHOICES.items():
-            value = getattr(self, name)
-            if not isinstance(value, type(choices[0])) or value not in choices:
-                raise invalid_setting(name, value, "one of " + ", ".join(map(repr, choices)))
-        self._check_limits()
-
-    def _check_limits(self) -> None:
+        counts = ("interval", "hysteresis", *(["max_skips"] if self.max_skips is not None else []))
+        numbers = {name: getattr(self, name) for name in (*self._REALS, *counts)}
+        reals = [(name, numbers[name], is_number(numbers[name]), "a number") for name in self._REALS]
+        whole = [(name, numbers[name], is_integer(numbers[name]), "an integer") for name in counts]
+        check_arguments("LossScale", [*reals, *whole], InvalidTypeError)
+        for name, value in numbers.items():
+            fits, allowed = 0 < value <= sys.float_info.max, "a finite number greater than 0"
+            if name in counts:
+                fits, allowed = 1 <= value <= LARGEST_COUNT, "an integer between 1 and 2**31 - 1: counters are int32"
+            check_arguments("LossScale", [(name, value, fits, allowed)])
+        for name in self._REALS:
+            object.__setattr__(self, name, float(numbers[name]))
         growth, backoff = in_single(self.growth), in_single(self.backoff)
         smallest, largest = FLOAT32.smallest_normal, FLOAT32.max
-        limits = (
-            ("backoff", 0 < backoff < 1, "a number between 0 and 1, both excluded, as a float32 number"),
-            ("growth", growth > 1, "a number greater than 1, as a float32 number"),
-            ("max", self.max <= largest, f"at most {largest:g}, the largest float32"),
-            ("min", self.min >= smallest, f"at least {smallest:g}, the smallest normal float32"),
-            ("min", self.min <= self.max, f"at most max, which is {self.max:g}"),
-            ("init", self.min <= self.init <= self.max, f"between min = {self.min:g} and max = {self.max:g}"),
-        )
-        for name, fits, allowed in limits:
-            if not fits:
-                raise invalid_setting(name, getattr(self, name), allowed)
+        limits = [
+            ("backoff", backoff, 0 < backoff < 1, "a number between 0 and 1, both excluded, as a float32 number"),
+            ("growth", growth, growth > 1, "a number greater than 1, as a float32 number"),
+            ("max", self.max, self.max <= largest, f"at most {largest:g}, the largest float32"),
+            ("min", self.min, self.min >= smallest, f"at least {smallest:g}, the smallest normal float32"),
+            ("min", self.min, self.min <= self.max, f"at most max, which is {self.max:g}"),
+            ("init", self.init, self.min <= self.init <= self.max, f"between min, {self.min:g}, and max, {self.max:g}"),
+        ]
+        for name, choices in self._CHOICES.items():
+            value = getattr(self, name)
+            fits = isinstance(value, type(choices[0])) and value in choices
+            limits.append((name, value, fits, "one of " + ", ".join(map(repr, choices))))
+        check_arguments("LossScale", limits)
 
     @classmethod
     def fixed(cls, scale: float) -> LossScale:
@@ -238,7 +202,9 @@ class LossScale:
         >>> LossScale.fixed(128).initial_state().scale
         128.0
         """
-        value = checked_real("scale", scale, above=0.0)
+        check_arguments("LossScale.fixed", [("scale", scale, is_number(scale), "a number")], InvalidTypeError)
+        check_arguments("LossScale.fixed", [("scale", scale, 0 < scale <= FLOAT32.max, "a positive finite number")])
+        value = float(scale)
         return cls(init=value, min=value, max=value, on_min="ignore")
 
     @classmethod
@@ -373,6 +339,7 @@ class LossScale:
         Raises:
             InvalidValueError: the library is unknown.
         """
+        check_arguments("LossScale", [("state", state, isinstance(state, LossScaleState), "a LossScaleState")])
         values = on_host(state)._asdict()
         if like is None:
             return {"kind": KIND, "version": 1, **values}
@@ -449,6 +416,19 @@ def advance(
         The new state; each field keeps its type. A scale outside the limits starts again at ``init``, and counters stay
         at 2**31 - 1.
     """
+    if not (isinstance(config, LossScale) and isinstance(state, LossScaleState) and callable(where)):
+        checks = [  # type: ignore[unreachable]
+            ("config", config, isinstance(config, LossScale), "a LossScale"),
+            ("state", state, isinstance(state, LossScaleState), "a LossScaleState, such as config.initial_state()"),
+            ("where", where, callable(where), "a select, such as torch.where"),
+        ]
+        check_arguments("advance", checks, InvalidTypeError)
+    if where is _choose and not isinstance(finite, bool):
+        try:
+            finite = bool(finite)
+        except Exception as error:
+            fix = "pass a flag, and for a framework's scalars its where, such as torch.where"
+            raise wrong_type(finite, where="advance(finite)", allowed="a scalar boolean", fix=fix) from error
     if not config.check:
         return state
     is_whole = where is _choose and config.min <= state.scale <= config.max and state.steps < LARGEST_COUNT
@@ -457,11 +437,14 @@ def advance(
         if good < config.interval and hysteresis > 0:
             return state._replace(good_steps=good, hysteresis=hysteresis, skipped_in_a_row=0, steps=state.steps + 1)
 
+    def select(condition: Any, one: Any, other: Any) -> Any:  # some fields of a state may be Python numbers
+        return (_choose if isinstance(condition, bool) else where)(condition, one, other)
+
     def more(count: Any) -> Any:
-        return where(count < LARGEST_COUNT, count + 1, count)
+        return select(count < LARGEST_COUNT, count + 1, count)
 
     # A file or the user's code can have left any scale; comparisons with NaN are false.
-    scale = where((state.scale >= config.min) & (state.scale <= config.max), state.scale, config.init)
+    scale = select((state.scale >= config.min) & (state.scale <= config.max), state.scale, config.init)
     good = where(finite, more(state.good_steps), config._restart)
     grow = good >= config.interval  # never true after an overflow: _restart <= 0 < interval
     refilled = where(finite, config.hysteresis if config.consecutive else state.hysteresis, state.hysteresis - 1)
@@ -526,6 +509,9 @@ class StepResult:
     __slots__ = ("_applied", "_explain", "_state")
 
     def __init__(self, state: LossScaleState, applied: Any = None, explain: Callable[[], str] | None = None) -> None:
+        if not isinstance(state, LossScaleState):
+            checks = [("state", state, False, "a LossScaleState")]  # type: ignore[unreachable]
+            check_arguments("StepResult", checks, InvalidTypeError)
         self._state = state
         self._applied = applied
         self._explain = explain

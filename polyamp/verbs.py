@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from polyamp.adapters import adapter_for, having
-from polyamp.errors import InvalidTypeError, brief, check_options, norm_limit
+from polyamp.adapters import adapter_for, having, too_deep
+from polyamp.errors import InvalidTypeError, brief, check_callable, check_options, norm_limit
 from polyamp.policies import Policy, in_policy
 from polyamp.policies import policy as make_policy
 from polyamp.scale import LossScale
@@ -237,7 +237,11 @@ def scale_loss(loss: Object, holder: Any) -> Object:
         loss: a floating-point scalar.
         holder: a wrapped optimizer, or in JAX the optimizer state that contains its ``loss_scale``.
     """
-    return adapter_for(None, holder, where="scale_loss(holder)").scale_loss(loss, holder)
+    adapter = adapter_for(None, holder, where="scale_loss(holder)")
+    try:
+        return adapter.scale_loss(loss, holder)
+    except RecursionError as error:
+        raise too_deep("scale_loss(loss)") from error
 
 
 def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
@@ -312,8 +316,9 @@ def value_and_grad(
     Returns:
         A function of ``(opt_state, params, *args, **kwargs)``.
     """
+    check_callable(fun, where="value_and_grad(fun)", allowed="a function of a loss", fix="give the function itself")
     bound = None if policy is None else make_policy(policy)
-    options = {} if argnums == 0 else {"argnums": argnums}
+    options = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
 
     @functools.wraps(fun)
     def differentiated(opt_state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:

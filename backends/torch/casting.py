@@ -74,25 +74,29 @@ Others = Callable[[Any], None] | None
 
 def map_leaves(fn: Callable[[Any], Any], tree: Any, *, others: Others = None) -> Any:
     """Apply ``fn`` to the tensors and modules of ``tree``, and return containers of the same types."""
-    return _mapped(fn, tree, others, ())
+    return _mapped(fn, tree, others, {})
 
 
-def _mapped(fn: Callable[[Any], Any], tree: Any, others: Others, within: tuple[int, ...]) -> Any:
+def _mapped(fn: Callable[[Any], Any], tree: Any, others: Others, done: dict[int, tuple[Any, Any]]) -> Any:
     if isinstance(tree, Tensor | nn.Module):
         return fn(tree)
-    if id(tree) in within:
-        return tree  # it contains itself
-    inside = (*within, id(tree))
+    if id(tree) not in done:
+        done[id(tree)] = tree, tree  # the result for a container that contains itself
+        done[id(tree)] = tree, _rebuilt(fn, tree, others, done)
+    return done[id(tree)][1]
+
+
+def _rebuilt(fn: Callable[[Any], Any], tree: Any, others: Others, done: dict[int, tuple[Any, Any]]) -> Any:
     if type(tree) is dict:
-        return {key: _mapped(fn, value, others, inside) for key, value in tree.items()}
+        return {key: _mapped(fn, value, others, done) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)([_mapped(fn, value, others, inside) for value in tree])
+        return type(tree)([_mapped(fn, value, others, done) for value in tree])
     opened = open_up(tree)
     if opened is None:
         if others is not None:
             others(tree)
         return tree
-    parts = [_mapped(fn, part, others, inside) for part in opened.parts]
+    parts = [_mapped(fn, part, others, done) for part in opened.parts]
     if all(one is other for one, other in zip(parts, opened.parts, strict=True)):
         return tree
     try:

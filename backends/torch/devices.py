@@ -16,6 +16,8 @@ def describe() -> dict[str, Any]:
     notes = [] if gpus else ["no CUDA device: no Tensor Cores"]
     notes += [why_not_fast(gpu["name"], gpu["capability"]) for gpu in gpus if not gpu["fast"]]
     compiled = extension.status()
+    if compiled.library is None:
+        notes.append("polyamp's operators run in emulation here: plain PyTorch operations, with the same results")
     return {
         "version": torch.__version__,
         "devices": [*gpus, cpu],

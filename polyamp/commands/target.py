@@ -94,7 +94,7 @@ def load(text: str) -> Callable[..., Any]:
 
 
 def _module(name: str, text: str) -> Any:
-    if os.getcwd() not in sys.path:
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         return importlib.import_module(name)

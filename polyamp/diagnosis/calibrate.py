@@ -13,7 +13,7 @@ from typing import Any
 from polyamp.diagnosis.diagnose import Verdict, diagnose
 from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.diagnosis.spread import Window
-from polyamp.errors import InvalidValueError
+from polyamp.errors import InvalidTypeError, InvalidValueError, check_arguments
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report, plural, power
@@ -75,8 +75,8 @@ def calibrate(
 ) -> Calibration:
     """Diagnose a step on a few batches and return the rules that this model needs in addition to a policy's.
 
-    A rule is added for what overflows in the forward pass, changes the loss by its rounding, or amplifies gradients so
-    that no loss scale suits.
+    A rule is added for what overflows in the forward pass or changes the loss by its rounding; and for a layer that
+    amplifies gradients, if the step is finite with that rule and at no smaller loss scale.
 
     >>> import jax.numpy as jnp
     >>> def loss_fn(params, x):
@@ -97,6 +97,8 @@ def calibrate(
         InvalidValueError: there are no batches.
         UnsupportedError: the framework's adapter cannot record steps.
     """
+    is_iterable = isinstance(batches, Iterable)
+    check_arguments("calibrate", [("batches", batches, is_iterable, "an iterable of arguments")], InvalidTypeError)
     chosen, steps = sixteen_bit(policy), [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
     if not steps:
         raise InvalidValueError(

@@ -20,6 +20,7 @@ from polyamp.formats import format_of
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report, plural, power
+from polyamp.scale import LossScale
 
 AMPLIFIES = 4.0
 """Powers of two that a gradient has to grow in one operation for that operation to be called amplifying.
@@ -48,11 +49,15 @@ class Verdict(Report):
     # rules that were tried, before the policy's own; see `polyamp.diagnose`
     tried: Mapping[str, str] = field(default_factory=dict)
     is_cured: bool = False  # whether the step was finite with them
+    lower: LossScale | None = None  # settings with a smaller scale that was tried, and the step was finite
 
     @cached_property
     def first(self) -> Observation | None:
-        """Return the first tensor that is not finite; None if all are finite."""
-        return next((one for one in self.recording.observations if not one.spread.is_finite), None)
+        """Return the first tensor that is not finite and is in float32; else the first, unless it only masks."""
+        bad = [one for one in self.recording.observations if not one.spread.is_finite]
+        twins = map(self._in_float32, bad)
+        own = (one for one, twin in zip(bad, twins, strict=True) if twin is None or twin.spread.is_finite)
+        return next(own, self.recording.broken)
 
     @cached_property
     def kind(self) -> VerdictKind:
@@ -157,14 +162,21 @@ class Verdict(Report):
             return (
                 f"MODEL is not finite in float32 either{place}: look at the data, the parameters and the learning rate."
             )
+        start = f" Start with {written(self.lower)} (tried: the step is then finite)" if self.lower else ""
         if self.kind == "scale" and not (window and is_usable):
-            return f"SCALE of {scale} is too high, and no scale suits: {' '.join(self.probe.sentences())}"
+            told = " ".join(self.probe.sentences()[: -1 if start else None])
+            return f"SCALE of {scale} is too high, and no scale suits all.{start and f'{start}.'} {told}"
         if self.kind == "scale" and window:
             halvings = max(1, math.ceil(math.log2(self.recording.scale / window.high) - self.probe.margin))
             return (
                 f"SCALE of {scale} is too high, which is normal while it is looked for: a dynamic scale passes after "
                 f"about {plural(halvings, 'skipped step')}. The safe window is {window}; start with "
                 f"{written(self.probe.recommended)}."
+            )
+        if start and not is_usable:
+            return (
+                f"{self.fault}.{start}; if that trains worse than float32, keep it float32: rules={self.rules!r}"
+                f"{self._outcome}."
             )
         holds = self.kind == "layer" and window and is_usable and self.recording.scale > window.high
         lower = f" A loss scale within {window} helps too." if holds else ""
@@ -193,7 +205,7 @@ class Verdict(Report):
         """Return whether nothing but rules helps: not even a smaller loss scale."""
         window = self.probe.window
         is_amplified = self.kind == "layer" and self.is_cured and window is not None and window.is_empty
-        return self.kind in ("forward", "rounding") or is_amplified
+        return self.kind in ("forward", "rounding") or (is_amplified and self.lower is None)
 
     @property
     def _outcome(self) -> str:
@@ -222,7 +234,9 @@ class Verdict(Report):
 
     def heading(self) -> str:
         """Return which step was run, and its first tensor that is not finite."""
-        first, found = self.first, "every tensor is finite"
+        first, found = self.first, "every tensor is finite, or infinite in float32 too"
+        if all(one.spread.is_finite for one in self.recording.observations):
+            found = "every tensor is finite"
         if first is not None:
             spread = first.spread
             counts = [f"{count} {word}" for count, word in ((spread.inf, "inf"), (spread.nan, "NaN")) if count]
@@ -291,10 +305,14 @@ def diagnose(
     wide = record(step, args, kwargs, chosen, backend, widened=True, scale=scale)
     first = scale if scale is not None or wide.differentiates else chosen.loss_scale.init
 
-    def run(under: Policy) -> Recording:
-        return record(step, args, kwargs, under, backend, widened=False, scale=first)
+    def run(under: Policy, at: float | None = first) -> Recording:
+        return record(step, args, kwargs, under, backend, widened=False, scale=at)
 
     verdict = Verdict(run(chosen), wide.unscaled(), Probe(wide.unscaled().by_layer(), chosen.compute))
+    lower = verdict.probe.recommended
+    can_try = verdict.kind in ("layer", "scale") and not wide.differentiates and lower.init < verdict.recording.scale
+    if can_try and replace(verdict, recording=run(chosen, lower.init)).kind == "finite":
+        verdict = replace(verdict, lower=lower)
     latest, rules, is_cured = verdict, dict[str, str](), False
     # A value that a rule keeps in float32 may overflow in the next operation, which then needs another rule.
     for _ in range(ATTEMPTS):

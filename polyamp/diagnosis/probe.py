@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from polyamp.adapters import offering
+from polyamp.adapters import offering, too_deep
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording, Rounding, rounding
 from polyamp.diagnosis.spread import Window
 from polyamp.errors import check_callable, check_range
@@ -84,8 +84,8 @@ class Probe(Report):
 
     @cached_property
     def broken(self) -> Observation | None:
-        """Return the first tensor that is not finite even in float32, so that precision is not the cause; else None."""
-        return next((one for one in self.recording.observations if not one.spread.is_finite), None)
+        """Return the first tensor that is not finite even in float32, if precision is not the cause; else None."""
+        return self.recording.broken
 
     @cached_property
     def _forward(self) -> tuple[Observation, ...]:
@@ -101,11 +101,12 @@ class Probe(Report):
     def recommended(self) -> LossScale:
         """Return recommended settings: dynamic, starting inside the window, or a check alone if nothing needs it."""
         # The start is that of ``LossScale()`` if the window contains it, else the nearest scale in the window. If the
-        # window is empty, it is the upper edge: too small a scale loses something, and too large a one skips all.
+        # window is empty, it is what all tolerate: too small a scale loses something, and too large a one skips all.
         window, default = self.window, LossScale()
         if window is None or (format_of(self.format).exponent_bits == 8 and 1.0 in window):
             return LossScale.skip_nonfinite()
-        init = min(max(default.init, window.low), window.high)
+        high = window.high * 2.0**self.margin if window.is_empty else window.high
+        init = min(max(default.init, window.low), high)
         init = min(max(init, format_of("float32").smallest_normal * 2.0**10), 2.0**120)
         return LossScale(init=init, min=min(default.min, init * 2.0**-10), max=max(default.max, init))
 
@@ -318,7 +319,10 @@ def record(
         limits = format_of("float32")
         check_range("scale", scale, limits.smallest_normal, limits.max, where="scale=")
     adapter = offering("record", backend, (step, args, kwargs), where="the step and its arguments")
-    return adapter.record(step, args, kwargs, policy, widened=widened, scale=scale)
+    try:
+        return adapter.record(step, args, kwargs, policy, widened=widened, scale=scale)
+    except RecursionError as error:
+        raise too_deep("the step and its arguments") from error
 
 
 def sixteen_bit(policy: Policy | str | None) -> Policy:

@@ -113,6 +113,14 @@ class Recording:
         return replace(self, observations=tuple(found.values()))
 
     @cached_property
+    def broken(self) -> Observation | None:
+        """Return the first tensor that is not finite, unless the step is fine: masks are activations that hold -inf."""
+        bad = [one for one in self.observations if not one.spread.is_finite]
+        is_mask = all(one.kind == ACTIVATION and not one.spread.nan for one in bad)
+        is_fine = is_mask and (self.loss is None or math.isfinite(self.loss))
+        return None if is_fine else next(iter(bad), None)
+
+    @cached_property
     def numbered(self) -> dict[tuple[Kind, str, int], Observation]:
         """Return the observations by kind, place, and the number of earlier ones of that kind at that place."""
         seen, found = Counter[tuple[Kind, str]](), dict[tuple[Kind, str, int], Observation]()

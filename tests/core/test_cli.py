@@ -73,6 +73,25 @@ def test_without_frameworks_doctor_and_demo_say_how_to_get_each() -> None:
         assert f'pip install "polyamp[{name}]"' in demo.stdout
 
 
+def test_a_broken_framework_is_named_and_the_others_are_shown() -> None:
+    broken = WITHOUT_FRAMEWORKS.replace(
+        "        if", "        if name == 'jax': raise OSError('no libcuda')\n        if"
+    )
+    command = [sys.executable, "-c", broken]
+    doctor, demo = (subprocess.run([*command, name], capture_output=True, text=True) for name in ("doctor", "demo"))
+    assert (doctor.returncode, demo.returncode) == (0, 1)
+    for done in (doctor, demo):
+        assert "jax does not load: OSError: no libcuda" in done.stdout
+        assert 'pip install "polyamp[torch]"' in done.stdout
+        assert "Traceback" not in done.stderr
+
+
+def test_a_region_before_any_framework_says_that_it_does_nothing() -> None:
+    code = "import polyamp\nwith polyamp.autocast('mixed_float16'): pass"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "before any framework was imported" in done.stderr
+
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import pickle
 import threading
+from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
 from typing import Any
 
@@ -242,3 +243,17 @@ def in_thread(fn: Any) -> Any:
     thread.start()
     thread.join()
     return results[0]
+
+
+def test_policies_that_are_left_in_another_order_leave_the_right_one() -> None:
+    def within(spec: str) -> Iterator[None]:
+        with policy(spec):
+            yield
+
+    with policy("float32"):
+        first, second = within("mixed_float16"), within("mixed_bfloat16")
+        next(first), next(second)
+        first.close()
+        assert str(polyamp.current_policy()) == "mixed_bfloat16"
+        second.close()
+        assert str(polyamp.current_policy()) == "float32"

@@ -27,6 +27,9 @@ from polyamp.errors import check_choice, check_options
         (lambda: LossScale().to_state_dict(LossScale().initial_state(), like="megatrn"), "did you mean megatron"),
         (lambda: LossScale.from_dict({"intervall": 3}), "did you mean interval"),
         (lambda: polyamp.convert(3, backend="tensorfow"), "did you mean tensorflow"),
+        (lambda: polyamp.autocast("fp16", backend="torhc"), "did you mean torch"),
+        (lambda: polyamp.parity(len, better="high"), "parity.better="),
+        (lambda: policy("nonesuch"), "mixed_float16, (.*), O2, and others of docs/reference/policies.md"),
     ],
 )
 def test_a_near_miss_gets_a_suggestion(call: Any, says: str) -> None:
@@ -116,8 +119,11 @@ def test_dtypes_name_formats(compute: Any) -> None:
     assert policy("float32", compute=np.float32) == policy("float32")
 
 
-def test_dtypes_are_policies() -> None:
-    assert policy(np.float16) == policy("float16")
+def test_a_dtype_can_mean_two_policies() -> None:
+    for call in (polyamp.policy, polyamp.autocast):
+        with pytest.raises(polyamp.errors.InvalidValueError, match=r'"mixed_float16", which .*; "float16", which'):
+            call(np.float16)
+    assert policy(np.float32) == policy("float32")
     with pytest.raises(polyamp.errors.InvalidTypeError, match="a Policy or a string"):
         policy(np.int32)
 

@@ -153,3 +153,36 @@ def test_the_verdict_on_a_fault_is_the_same(framework: str, fault: str) -> None:
     if kind in ("layer", "forward"):
         assert "middle" in " ".join(verdict.rules)
         assert math.isfinite(verdict.probe.recording.loss)
+
+
+def _masked(framework: str, factor: float) -> tuple[Any, tuple[Any, ...]]:
+    """Attention whose mask is -inf; the factor makes its logits large."""
+    rng = np.random.default_rng(0)
+    x, q, k = (np.float32(rng.standard_normal(shape)) for shape in ((8, 16), (16, 16), (16, 16)))
+    mask = np.tril(np.ones((8, 8), bool))
+    if framework == "jax":
+
+        def with_mask(q: Any, x: Any) -> Any:
+            logits = jnp.where(mask, (x @ q) @ (x @ k).T, -jnp.inf)
+            return jnp.square(jax.nn.softmax(logits) @ x).mean()
+
+        return with_mask, (q * factor, x)
+    weight = torch.nn.Parameter(torch.tensor(q * factor))
+
+    def masked(x: Any) -> Any:
+        logits = ((x @ weight) @ (x @ torch.tensor(k)).T).masked_fill(~torch.tensor(mask), -math.inf)
+        return (torch.exp(logits - logits.amax(-1, keepdim=True)).softmax(-1) @ x).square().mean()
+
+    return masked, (torch.tensor(x),)
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_minus_infinity_is_a_legal_value(framework: str) -> None:
+    step, args = _masked(framework, 1.0)
+    assert polyamp.probe(step, *args, policy="mixed_float16").broken is None
+    assert polyamp.diagnose(step, *args, policy="mixed_float16", scale=1.0).kind == "finite"
+    step, args = _masked(framework, 3e3)
+    assert polyamp.diagnose(step, *args, policy="mixed_float16").kind == "forward"
+    found = polyamp.calibrate(step, [args], "mixed_float16")
+    assert found.rules
+    assert [one.kind for one in found.after] == ["finite"]

@@ -33,8 +33,10 @@ DTYPES: list[Any] = [torch.bfloat16, jnp.bfloat16, jnp.dtype(jnp.bfloat16), tf.b
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=repr)
-def test_a_dtype_is_a_policy_and_a_format(dtype: Any) -> None:
-    assert policy(dtype) == policy("bfloat16")
+def test_a_dtype_is_a_format_and_could_be_two_policies(dtype: Any) -> None:
+    for call in (policy, polyamp.autocast):
+        with pytest.raises(polyamp.errors.InvalidValueError, match=r'"mixed_bfloat16", which .*; "bfloat16", which'):
+            call(dtype)
     assert policy(param="float32", compute=dtype, output="float32") == policy("mixed_bfloat16")
 
 

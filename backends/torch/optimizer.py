@@ -449,7 +449,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         if finite is not False:
             torch.clear_autocast_cache()  # else an autocast region would go on using the old weights
         self.last_step = StepResult(scaler.state, finite, explain)
-        self.flags, self._partners = {}, None
+        self.flags, self._partners, self._overflowed = {}, None, None
         self.witness.close(left or Scaling(scaler, 1.0))
 
     def _operators(self) -> FusedStep | None:

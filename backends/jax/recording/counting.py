@@ -6,6 +6,7 @@ field of 0.5, and makes a `Spread` of these counts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,27 +20,34 @@ _LEAST = 64  # elements that are sampled in each iteration of a loop, however ma
 
 
 class Sample(NamedTuple):
-    """The sample of one tensor: a pytree, so that loops and branches can return it, with an axis for iterations."""
+    """The sample of tensors of one size: a pytree, so that loops and branches can return it, with axes for iterations.
 
-    values: Any  # some of the elements, or all; f32[..., elements]
+    XLA compiles kernels for every sample. Tensors that are sampled together share them.
+    """
+
+    values: Any  # some of the elements, or all; f32[..., tensors, elements]
     present: Any  # whether they were computed; bool[...]
-    # how often the tensor was computed, how many of all its elements are inf, how many NaN, and the bits of the largest
-    # finite magnitude; i32[..., 4]
+    # how often each tensor was computed, how many of all its elements are inf, how many NaN, and the bits of the
+    # largest finite magnitude; i32[..., tensors, 4]
     totals: Any
 
     def after(self, earlier: Sample) -> Sample:
         """Return the sample of the last iteration that computed the tensor, with the totals of all iterations."""
-        values = jnp.where(self.present[..., None], self.values, earlier.values)
+        values = jnp.where(self.present[..., None, None], self.values, earlier.values)
         counts = self.totals[..., :3] + earlier.totals[..., :3]
         totals = jnp.concatenate([counts, jnp.maximum(self.totals[..., 3:], earlier.totals[..., 3:])], -1)
         return Sample(values, self.present | earlier.present, totals)
 
 
-def sample(array: Any, turns: int = 1) -> Sample:
-    """Return a sample of a floating-point array."""
-    flat = array.reshape(-1).astype(jnp.float32)
-    step = min(stride(flat.size * turns), max(stride(flat.size), flat.size // _LEAST | 1))
-    return Sample(flat[::step], jnp.bool_(True), _totals(flat))
+def stride_of(size: int, turns: int) -> int:
+    """Return the step between the sampled elements of a tensor that is computed so many times."""
+    return min(stride(size * turns), max(stride(size), size // _LEAST | 1))
+
+
+def sample(tensors: Sequence[Any], step: int) -> Sample:
+    """Return a sample of float32 tensors of one axis and one size."""
+    stacked = jnp.stack(tensors)
+    return Sample(stacked[:, ::step], jnp.bool_(True), _totals(stacked))
 
 
 def nothing(like: Sample) -> Sample:
@@ -52,19 +60,19 @@ def _totals(values: Any) -> Any:
     finite = jnp.where(bits < _INFINITE, bits, 0)
     flags = [(bits == _INFINITE).astype(jnp.int32), (bits > _INFINITE).astype(jnp.int32)]
     zero = jnp.int32(0)
-    found = lax.reduce((*flags, finite), (zero, zero, zero), _merge, (0,))  # in one pass
-    return jnp.stack([jnp.int32(1), *found])
+    found = lax.reduce((*flags, finite), (zero, zero, zero), _merge, (1,))  # in one pass
+    return jnp.stack([jnp.ones_like(found[0]), *found], -1)
 
 
 def _merge(one: Any, other: Any) -> tuple[Any, Any, Any]:
     return one[0] + other[0], one[1] + other[1], jnp.maximum(one[2], other[2])
 
 
-def spread_of(found: Sample, elements: int) -> Spread | None:
-    """Count the sample, on the host, of a tensor with so many elements; None if it was not computed."""
-    turns = found.values.reshape(-1, found.values.shape[-1])
+def spread_of(found: Sample, member: int, elements: int) -> Spread | None:
+    """Count on the host a tensor with so many elements, one of a sample; None if it was not computed."""
+    turns = found.values[..., member, :].reshape(-1, found.values.shape[-1])
     turns = turns[found.present.reshape(-1)]
-    totals = found.totals.reshape(-1, 4)
+    totals = found.totals[..., member, :].reshape(-1, 4)
     (times, inf, nan), largest = totals[:, :3].sum(0).tolist(), totals[:, 3].max()
     if not times:
         return None

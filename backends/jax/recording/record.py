@@ -19,7 +19,7 @@ from polyamp.backends.jax.graphs.rewrite import run_rewritten
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.recording.counting import Sample, spread_of
 from polyamp.backends.jax.recording.replay import Replay
-from polyamp.backends.jax.recording.values import Place, Record
+from polyamp.backends.jax.recording.values import Place, Record, sampled, samples_of, with_samples
 from polyamp.backends.jax.state import initial_scalars, state_type, states_in
 from polyamp.backends.jax.value_and_grad import unreported
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
@@ -47,8 +47,8 @@ def record(
     own_loss = None if loss is None else float(loss)
     observations = tuple(
         Observation(one.kind, *one.origin[:-1], one.shape, spread)
-        for one, own in zip(run.records, samples, strict=True)
-        if (spread := spread_of(own, math.prod(one.shape))) is not None
+        for one in run.records
+        if (spread := spread_of(samples[one.sample], one.member, math.prod(one.shape))) is not None
     )
     return Recording("jax", str(policy), own_loss, own_scale, observations, traced.differentiates)
 
@@ -72,7 +72,9 @@ class _Run:
     def __init__(self, program: _Program) -> None:
         self.records: list[Record] = []
         self._program = program
-        self.samples = jax.jit(self._evaluated)
+        # LLVM takes most of the time on a CPU, and the program runs once or twice
+        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        self.samples = jax.jit(self._evaluated, compiler_options=options)
 
     def _evaluated(self, arrays: Sequence[Any], constants: Sequence[Any]) -> tuple[list[Sample], Any]:
         program, replay = self._program, Replay(self._program.policy, widened=self._program.widened)
@@ -80,10 +82,11 @@ class _Run:
         values = [replay.given(array, var, scaled=index == program.scale_index) for index, (array, var) in inputs]
         outputs = replay.run(program.jaxpr, values, Place(), constants=constants)
         replay.leave(outputs, Place())
-        records = _chosen(replay.records, program.parameters)
-        self.records = [record._replace(sample=Sample(None, None, None)) for record in records]
+        records = sampled(_chosen(replay.records, program.parameters))
+        samples = samples_of(records)
+        self.records = with_samples(records, range(len(samples)))
         loss = None if program.loss_index is None else outputs[program.loss_index].array
-        return [record.sample for record in records], loss
+        return samples, loss
 
 
 _compiled = functools.lru_cache(maxsize=8)(_Run)

@@ -22,8 +22,19 @@ from jax.sharding import PartitionSpec
 
 from polyamp.backends.jax import gradients, unstable
 from polyamp.backends.jax.operations import canonical
-from polyamp.backends.jax.recording.counting import Sample, nothing, sample
-from polyamp.backends.jax.recording.values import Evaluated, Origin, Place, Record, bound_widened, is_low, widened
+from polyamp.backends.jax.recording.counting import Sample, nothing
+from polyamp.backends.jax.recording.values import (
+    Evaluated,
+    Origin,
+    Place,
+    Record,
+    bound_widened,
+    is_low,
+    sampled,
+    samples_of,
+    widened,
+    with_samples,
+)
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind
 from polyamp.flow import decide
 from polyamp.formats import FORMATS
@@ -152,9 +163,7 @@ class Replay:
 
     def _add(self, value: Evaluated, place: Place, origin: Origin, kind: Kind, **about: Any) -> None:
         array = jnp.asarray(value.array)
-        self.records.append(
-            Record(kind, origin, tuple(array.shape), sample(array, place.turns), scaled=value.scaled, **about)
-        )
+        self.records.append(Record(kind, origin, array.shape, array, place.turns, scaled=value.scaled, **about))
 
 
 def _computes(name: str) -> bool:
@@ -192,10 +201,11 @@ class _Part:
         self.outputs: list[Evaluated] = []
 
     def run(self, values: Sequence[Evaluated]) -> tuple[list[Any], list[Sample]]:
-        """Return the part's output arrays and a sample of each tensor."""
-        with self.replay.collecting() as self.records:
+        """Return the part's output arrays and the samples of all tensors."""
+        with self.replay.collecting() as found:
             self.outputs = self.replay.run(self.closed, values, self.place)
-        return _arrays(self.outputs), [record.sample for record in self.records]
+        self.records = sampled(found)
+        return _arrays(self.outputs), samples_of(self.records)
 
     def nothing(self, values: Sequence[Evaluated]) -> list[Sample]:
         """Return the samples of a part that did not run."""
@@ -204,7 +214,7 @@ class _Part:
 
     def results(self, arrays: Sequence[Any], samples: Sequence[Sample]) -> list[Evaluated]:
         """Store the part's records, and return its outputs as values outside the function, with these arrays."""
-        self.replay.records += [one._replace(sample=own) for one, own in zip(self.records, samples, strict=True)]
+        self.replay.records += with_samples(self.records, samples)
         outputs = [value.elsewhere() for value in self.outputs]
         return _around(outputs, arrays)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.cells import FLOAT32
 from polyamp.backends.jax.operations import canonical
-from polyamp.backends.jax.recording.counting import Sample
+from polyamp.backends.jax.recording.counting import Sample, sample, stride_of
 from polyamp.diagnosis.recording import Kind
 from polyamp.operations import OPERATIONS
 
@@ -49,10 +49,45 @@ class Record(NamedTuple):
     kind: Kind
     origin: Origin  # the other fields of the observation
     shape: tuple[int, ...]
-    sample: Sample  # the sample of its elements
+    array: Any  # its elements; None once they are sampled
+    turns: int  # number of iterations of the loops around it
+    sample: Any = None  # a sample with its elements, or the number of that sample in a list; None if there is none yet
+    member: int = 0  # its place in the sample
     scaled: bool = False  # whether the loss scale is a factor of it
     replaces: int | None = None  # number of the record of the same tensor that this one replaces
     named: bool = False  # for a parameter's gradient, whether the optimizer named it
+
+
+def sampled(records: Iterable[Record]) -> list[Record]:
+    """Return records with samples: tensors of one size share one, up to some total size, for which all must be kept."""
+    own, groups = list(records), dict[Any, list[list[int]]]()
+    flat = {index: record.array.reshape(-1) for index, record in enumerate(own) if record.sample is None}
+    for index, array in flat.items():
+        like = jax.typeof(array), stride_of(array.size, own[index].turns)  # a type has a sharding too
+        found = groups.setdefault(like, [[]])
+        if len(found[-1]) * array.size >= _TOGETHER:
+            found.append([])
+        found[-1].append(index)
+    for (_, step), found in groups.items():
+        for indices in found:
+            shared = sample([flat[index].astype(jnp.float32) for index in indices], step)
+            for member, index in enumerate(indices):
+                own[index] = own[index]._replace(array=None, sample=shared, member=member)
+    return own
+
+
+def samples_of(records: Iterable[Record]) -> list[Sample]:
+    """Return the samples of records, each once."""
+    return list({id(record.sample): record.sample for record in records}.values())
+
+
+def with_samples(records: Sequence[Record], samples: Iterable[Any]) -> list[Record]:
+    """Return records with others in place of their samples, in the order of `samples_of`."""
+    others = dict(zip(map(id, samples_of(records)), samples, strict=True))
+    return [record._replace(sample=others[id(record.sample)]) for record in records]
+
+
+_TOGETHER = 2**22  # elements
 
 
 class Place(NamedTuple):

@@ -328,13 +328,3 @@ def test_without_prepare_a_wrapped_optimizer_is_refused_until_its_loss_is_scaled
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     assert wrapped.last_step.applied
-
-
-def test_a_scaler_of_accelerates_around_a_wrapped_optimizer_is_refused() -> None:
-    accelerate.Accelerator(cpu=True)
-    model, scaler = network(), torch.amp.GradScaler("cpu")
-    wrapped = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "mixed_float16", loss_scale=SCALE)
-    optimizer = accelerate.optimizer.AcceleratedOptimizer(wrapped, scaler=scaler)
-    scaler.scale(model(torch.ones(1, 8)).square().mean()).backward()
-    with pytest.raises(polyamp.errors.UsageError, match="wrapped already"):
-        optimizer.step()

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer under a policy: `integrations.transformers.with_policy`, and wrapped optimizers without it."""
+"""Hugging Face's Trainer under a policy: `integrations.transformers.with_policy`."""
 
 from __future__ import annotations
 
@@ -143,23 +143,3 @@ def test_a_precision_in_the_arguments_is_refused(tmp_path: Path, flag: str) -> N
 def test_other_classes_are_refused() -> None:
     with pytest.raises(polyamp.errors.InvalidTypeError, match="a class of trainers"):
         with_policy(torch.nn.Linear, "mixed_float16")  # type: ignore[arg-type]
-
-
-def test_a_wrapped_optimizer_and_nothing_else_is_refused(tmp_path: Path) -> None:
-    trainer = made(tmp_path, transformers.Trainer)
-    inner = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
-    trainer.optimizer = polyamp.wrap_optimizer(inner, "mixed_float16", loss_scale=SCALE)
-    with pytest.raises(polyamp.errors.UsageError, match="not scaled"):
-        trainer.train()
-
-
-def test_the_default_clipping_of_gradients_that_one_scaled_oneself_is_refused(tmp_path: Path) -> None:
-    class Scaling(transformers.Trainer):  # type: ignore[misc]
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            return self.optimizer.optimizer.scale(super().compute_loss(*args, **kwargs))
-
-    trainer = made(tmp_path, Scaling)
-    inner = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
-    trainer.optimizer = polyamp.wrap_optimizer(inner, "mixed_float16", loss_scale=SCALE)
-    with pytest.raises(polyamp.errors.UsageError, match="clipped while they were scaled"):
-        trainer.train()

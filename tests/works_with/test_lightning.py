@@ -280,16 +280,6 @@ def test_options_are_checked_when_the_plugin_is_made() -> None:
 # --- without the plugin -----------------------------------------------------------------------------------------------
 
 
-class WrappedByHand(Model):
-    def configure_optimizers(self) -> Any:
-        return polyamp.wrap_optimizer(torch.optim.Adam(self.parameters(), lr=0.03), "mixed_float16")
-
-
-def test_a_wrapped_optimizer_without_the_plugin_is_refused() -> None:
-    with pytest.raises(polyamp.errors.UsageError, match="not scaled"):
-        fit(WrappedByHand())
-
-
 def test_lightnings_own_plugin_takes_polyamps_scaler() -> None:
     from lightning.pytorch.plugins.precision import MixedPrecision as Native
 
@@ -350,11 +340,6 @@ def test_fabric_without_wrapped_optimizers_is_refused() -> None:
 
 
 # --- imports and processes --------------------------------------------------------------------------------------------
-
-
-def test_polyamp_does_not_import_lightning() -> None:
-    code = "import sys, polyamp.backends.torch; assert not {'lightning', 'pytorch_lightning'} & {*sys.modules}"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_older_package_names_work(tmp_path: Path) -> None:

@@ -438,26 +438,6 @@ def test_misuse_is_refused() -> None:
         backward(functional.mse_loss(model(X), Y), opt)
 
 
-@pytest.mark.parametrize("clear", ["optimizer", "model"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_may_be_cleared_inside_the_block(level: str, clear: str) -> None:
-    losses = []
-    for inside in (True, False):
-        model = small()
-        opt = sgd(model)
-        amp.initialize(model, opt, opt_level=level, loss_scale=64.0)
-        for _ in range(3):
-            (opt if clear == "optimizer" else model).zero_grad()
-            loss = functional.mse_loss(model(X), Y)
-            with amp.scale_loss(loss, opt) as scaled:
-                if inside:
-                    (opt if clear == "optimizer" else model).zero_grad()
-                scaled.backward()
-            opt.step()
-            losses.append(loss.item())
-    assert losses[:3] == losses[3:]
-
-
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_closure_runs_at_the_level(level: str) -> None:
     model = small()

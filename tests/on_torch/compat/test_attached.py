@@ -181,23 +181,6 @@ def test_groups_are_added_with_masters() -> None:
     assert more.weight.grad is None
 
 
-def test_closures_and_hooks() -> None:
-    model = model_of()
-    opt = torch.optim.SGD(model.parameters(), lr=0.5)
-    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
-    seen: list[float] = []
-    opt.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
-
-    def closure() -> torch.Tensor:
-        opt.zero_grad()
-        loss = loss_of(model)
-        wrapper.backward(loss)
-        return loss
-
-    assert opt.step(closure).item() == loss_of(model_of()).item()
-    assert seen == [0.5]
-
-
 def test_what_cannot_be_attached_is_refused_and_nothing_changes() -> None:
     opt = torch.optim.SGD(model_of().parameters(), lr=0.5)
     with pytest.raises(polyamp.errors.InvalidValueError):

@@ -66,14 +66,6 @@ def test_a_disabled_region_is_the_native_one() -> None:
 
 
 @old_interface
-def test_casts_of_weights_are_not_kept_without_the_cache() -> None:
-    for cache in (True, False):
-        with cuda_amp.autocast(cache_enabled=cache):
-            assert torch.is_autocast_cache_enabled() is cache
-            assert (X @ X).dtype == torch.float16
-
-
-@old_interface
 @pytest.mark.skipif(CUDA, reason="native regions hold for CUDA tensors")
 def test_the_cpu_has_cudas_list_in_float16() -> None:
     with cuda_amp.autocast():

@@ -212,6 +212,32 @@ def test_manual_optimization_trains_as_float32_does(policy: str, between: str) -
     assert mixed.losses == pytest.approx(plain.losses, abs=rough(policy))
 
 
+class Toggled(Model):
+    """Two optimizers in turns; a backward pass through both parts adds to the gradients of the toggled one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, index: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            self.toggle_optimizer(optimizer)
+            loss = self.loss(int(batch))
+            self.losses.append(loss.item())
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.3) for part in (self.net[0], self.net[3])]
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "O2"])
+def test_toggled_optimizers_train_as_float32_does(policy: str) -> None:
+    assert fit(Toggled(), policy).losses == pytest.approx(fit(Toggled()).losses, abs=rough(policy))
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 

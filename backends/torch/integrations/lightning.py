@@ -232,9 +232,9 @@ class MixedPrecision(_Precision, BaseOfTrainer):
 
         polyamp's own state is part of the optimizers' states.
         """
-        settings, state = loss_scale_of(self.optimizers[0]) if self.optimizers else (LossScale.none(), None)
-        if state is None or not settings.check:
+        if not self.optimizers:
             return {}
+        settings, state = loss_scale_of(self.optimizers[0])
         return write(vars(settings), state._asdict(), "torch")  # nothing is lost: the optimizers' states have the rest
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

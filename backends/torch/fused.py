@@ -33,7 +33,7 @@ from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.extension import available
 from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.kernels.arguments import Settings
-from polyamp.backends.torch.kernels.control import applied_flag, check_first_use, is_captured, scale_on
+from polyamp.backends.torch.kernels.control import applied_flag, check_first_use, scale_on
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
 from polyamp.backends.torch.operands import NO_MASTERS, Batch, Calls, is_dense
 from polyamp.backends.torch.overflow import explanation
@@ -176,7 +176,8 @@ class FusedStep:
         made = [batch for batch in batches if batch.made]
         is_first = made or any(batch.device not in self._scratch for batch in batches)
         try:
-            check_first_use(captured=bool(is_first) and is_captured())
+            if is_first:
+                check_first_use()
             for batch in batches:
                 for number in batch.numbers:
                     lr = self._inner.param_groups[number]["lr"]
@@ -225,7 +226,7 @@ class FusedStep:
 
     def _scratch_on(self, device: torch.device) -> Scratch:
         if device not in self._scratch:
-            check_first_use(captured=is_captured())
+            check_first_use()
             self._scratch[device] = Scratch(device)
         return self._scratch[device]
 

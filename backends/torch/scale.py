@@ -186,7 +186,7 @@ class LossScaler:
     def control_on(self, device: torch.device) -> Tensor:
         """Return the state as a tensor that operators change in place; see ``control.py``. Always the same tensor."""
         if self._control is None or self._control.device != device:
-            check_first_use(captured=is_captured())
+            check_first_use()
             self._control = torch.zeros(SIZE, dtype=torch.int32, device=device)
             pack_(self._control, self.state)
         return self._control
@@ -205,8 +205,15 @@ class LossScaler:
         return noted
 
     def set(self, scale: object, *, where: str) -> None:
-        """Change the scale; counters stay unchanged."""
-        self.resume(on_host(self.state)._replace(scale=checked_scale(self.settings, scale, where=where)))
+        """Change the scale, rounded to float32; counters stay unchanged."""
+        settings, fix = self.settings, "give a number within LossScale(min=..., max=...)"
+        if not is_number(scale):
+            raise wrong_type(scale, where=where, allowed="a number", fix=fix, what="the loss scale must be a number")
+        if not settings.min <= scale <= settings.max:
+            allowed = f"between {settings.min:g} and {settings.max:g}"
+            what = "the loss scale is outside its limits"
+            raise InvalidValueError(what, where=where, found=scale, allowed=allowed, fix=fix)
+        self.resume(on_host(self.state)._replace(scale=in_single(float(scale))))
 
     def resume(self, state: LossScaleState) -> None:
         """Resume from a state."""
@@ -288,16 +295,3 @@ def losses_in(loss: Any) -> list[Tensor]:
             kind = f"a tensor of {one.dtype}" if isinstance(one, Tensor) else shown(one)
             raise no_loss(kind, allowed="a floating torch.Tensor, or such tensors in lists, tuples and dicts")
     return losses
-
-
-def checked_scale(settings: LossScale, scale: object, *, where: str) -> float:
-    """Return a loss scale that the user sets, rounded to float32."""
-    fix = "give a number within LossScale(min=..., max=...)"
-    if not is_number(scale):
-        raise wrong_type(scale, where=where, allowed="a number", fix=fix, what="the loss scale must be a number")
-    limits = f"between {settings.min:g} and {settings.max:g}"
-    if not settings.min <= scale <= settings.max:
-        raise InvalidValueError(
-            "the loss scale is outside its limits", where=where, found=scale, allowed=limits, fix=fix
-        )
-    return in_single(float(scale))  # type: ignore[no-any-return]

@@ -69,9 +69,9 @@ def is_captured() -> bool:
     return started and torch.cuda.is_current_stream_capturing()
 
 
-def check_first_use(*, captured: bool) -> None:
+def check_first_use() -> None:
     """Raise if buffers of all later steps would be created while a CUDA graph is captured, which runs nothing."""
-    if captured:
+    if is_captured():
         raise UsageError(
             "the first step was called during the capture of a CUDA graph, so each replay would create its state again",
             where="step()",
@@ -97,7 +97,7 @@ def where(condition: Tensor, one: Any, other: Any) -> Tensor:
     return torch.where(condition, one, other)
 
 
-def kept(number: float, dtype: torch.dtype, device: torch.device, *, captured: bool | None = None) -> Tensor:
+def kept(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a cached scalar on a device, which nobody may change."""
     # A scalar that is created while a CUDA graph is captured belongs to the graph: it has no value before the first
     # replay.
@@ -105,7 +105,7 @@ def kept(number: float, dtype: torch.dtype, device: torch.device, *, captured: b
     scalar = _kept.get(key)
     if scalar is None:
         scalar = torch.full((), number, dtype=dtype, device=device)  # a fill, not a copy that waits
-        if not (is_captured() if captured is None else captured):
+        if not is_captured():
             _kept[key] = scalar
     return scalar
 

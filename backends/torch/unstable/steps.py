@@ -57,12 +57,6 @@ def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(_global_optimizer_pre_hooks) or any(not hasattr(hook, "is_polyamps") for hook in hooks)
 
 
-def step_without_hooks(optimizer: torch.optim.Optimizer) -> Any:
-    """Run an optimizer's own step without hooks, inside `run_with_step_hooks`; torch hides it behind the hooks."""
-    step: Any = type(optimizer).step
-    return getattr(step, "__wrapped__", step)(optimizer)
-
-
 def gathers_16_bits(module: torch.nn.Module) -> bool:
     """Return whether ``fully_shard`` gathers a module's parameters in 16 bits; only its private state has this."""
     state = getattr(module, "_get_fsdp_state", None)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
-from polyamp.backends.torch import fused, scale
+from polyamp.backends.torch import scale
 from polyamp.backends.torch.kernels import control
 from polyamp.backends.torch.kernels.control import kept
 from polyamp.errors import InvalidValueError, UsageError
@@ -25,7 +25,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Says whether a CUDA graph is captured, which on a CPU nothing else can."""
 
     def say(captured: bool) -> None:
-        for module in (control, fused, scale):
+        for module in (control, scale):
             monkeypatch.setattr(module, "is_captured", lambda: captured)
 
     return say
@@ -37,13 +37,16 @@ def no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_numbers")
-def test_a_number_that_is_made_in_a_capture_is_not_kept() -> None:
-    in_graph = kept(3.0, torch.float32, CPU, captured=True)
-    assert kept(3.0, torch.float32, CPU, captured=True) is not in_graph
-    eager = kept(3.0, torch.float32, CPU, captured=False)
+def test_a_number_that_is_made_in_a_capture_is_not_kept(capture: Callable[[bool], None]) -> None:
+    capture(True)
+    in_graph = kept(3.0, torch.float32, CPU)
+    assert kept(3.0, torch.float32, CPU) is not in_graph
+    capture(False)
+    eager = kept(3.0, torch.float32, CPU)
     assert eager is not in_graph
     assert kept(3.0, torch.float32, CPU) is eager
-    assert kept(3.0, torch.float32, CPU, captured=True) is eager  # made before, it has its value
+    capture(True)
+    assert kept(3.0, torch.float32, CPU) is eager  # made before, it has its value
 
 
 @pytest.mark.parametrize("name", ["adamw", "momentum", "sgd"])

@@ -749,19 +749,6 @@ def test_a_refused_mixture_is_forgotten_when_it_is_cleared(kind: Kind, fused_ste
     assert outcome(program, kind, fused_step=fused_step) == "right"
 
 
-@pytest.mark.parametrize("fused_step", [False, True])
-def test_torch_clips_a_model_that_has_nothing_to_do_with_wrapped_ones(fused_step: bool) -> None:
-    p, q, r, other = weights(4)
-    first, second = polyamp.wrap_optimizer([sgd(p, q), sgd(other)], "mixed_float16", fused_step=fused_step)
-    first.backward(S(q))
-    first.step()
-    with contextlib.suppress(polyamp.PolyampError):
-        second.backward(S(p) + S(q))
-    r.grad = torch.ones(2)
-    nn.utils.clip_grad_norm_([r], 1.0)
-    torch.testing.assert_close(r.grad.norm(), torch.tensor(1.0))
-
-
 # --- what has to be reported, and the loss scale after a loss that is not finite --------------------------------------
 
 

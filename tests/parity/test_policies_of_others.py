@@ -1,4 +1,4 @@
-"""Policies and dtypes of real libraries, as polyamp's policies, and polyamp's in place of theirs."""
+"""Policies, dtypes and formats of real libraries, as polyamp's, and polyamp's in place of theirs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import jmp
 import keras
+import ml_dtypes
 import pytest
 import tensorflow as tf
 import torch
 
 import polyamp
 from polyamp import policy
+from polyamp.formats import FORMATS
 
 
 @pytest.mark.parametrize(
@@ -59,3 +61,18 @@ def test_haiku_takes_our_policy() -> None:
         assert net.apply(params, None, jnp.ones((2, 4))).dtype == jnp.bfloat16
     finally:
         haiku.mixed_precision.clear_policy(haiku.Linear)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_limits_are_those_of_ml_dtypes(name: str) -> None:
+    ours, theirs = FORMATS[name], ml_dtypes.finfo(name)
+    assert (ours.bits, ours.max, ours.epsilon) == (theirs.bits, float(theirs.max), float(theirs.eps))
+    assert ours.smallest_normal == float(theirs.smallest_normal)
+    assert ours.smallest_subnormal == float(theirs.smallest_subnormal)
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"tensorfloat32"}))
+def test_limits_are_those_of_torch(name: str) -> None:
+    ours, theirs = FORMATS[name], torch.finfo(getattr(torch, name))
+    assert (ours.bits, ours.max, ours.epsilon) == (theirs.bits, theirs.max, theirs.eps)
+    assert ours.smallest_normal == theirs.smallest_normal

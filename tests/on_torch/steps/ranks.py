@@ -28,6 +28,7 @@ from polyamp.backends.torch import GradScaler, LossScaledOptimizer
 from polyamp.backends.torch.ranks import any_rank, has_peers
 from support.forked_ranks import default_group
 from support.harness_torch import OPTIMIZERS, X, Y, skipping_on_device
+from support.torch_kinds import bits, memory
 
 RANK = int(os.environ["RANK"])
 # An optimizer, and what skips: the host, the optimizer's kernel, or polyamp's operators.
@@ -96,22 +97,6 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def memory(opt: LossScaledOptimizer, model: torch.nn.Module) -> Any:
-    """This rank's part of everything that a step may change, but for the loss scale."""
-    state = opt.state_dict()
-    del state["loss_scale"]
-    return bits([list(model.parameters()), state])
-
-
-def bits(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        mine = local(value.detach())
-        return mine.dtype, mine.shape, mine.contiguous().view(-1).view(torch.uint8).tolist()
-    if isinstance(value, dict):
-        return {key: bits(entry) for key, entry in value.items()}
-    return [bits(entry) for entry in value] if isinstance(value, list) else value
-
-
 def ranks_agree(*values: float) -> bool:
     here = torch.tensor(values)
     both = [torch.empty_like(here) for _ in range(2)]
@@ -132,17 +117,17 @@ def check_skip_and_resume(model: torch.nn.Module, opt: LossScaledOptimizer, brea
         backward(model, opt)
         opt.step()
         assert opt.last_step.applied
-    before, scale = memory(opt, model), opt.loss_scale
+    before, scale = memory(model, opt), opt.loss_scale
     backward(model, opt)
     break_it(model)
     opt.step()
     assert not opt.last_step.applied
-    assert memory(opt, model) == before
+    assert memory(model, opt) == before
     assert opt.loss_scale == scale / 2
     backward(model, opt)
     opt.step()
     assert opt.last_step.applied
-    assert memory(opt, model) != before
+    assert memory(model, opt) != before
     assert ranks_agree(opt.loss_scale)
 
 
@@ -207,7 +192,7 @@ def test_a_rank_that_is_asked_alone_skips_alone() -> None:
 def test_a_rank_without_gradients_takes_part(broken: bool, dtype: torch.dtype) -> None:
     model = model_of(dtype)
     opt = wrap(model, "adamw", "host", max_grad_norm=1.0)
-    before = memory(opt, model)
+    before = memory(model, opt)
     if RANK == 1:
         backward(model, opt)
         if broken:
@@ -215,7 +200,7 @@ def test_a_rank_without_gradients_takes_part(broken: bool, dtype: torch.dtype) -
     opt.step()
     assert opt.last_step.applied == (not broken)
     assert opt.loss_scale == (512.0 if broken else 1024.0)
-    assert (memory(opt, model) == before) == (broken or RANK == 0)
+    assert (memory(model, opt) == before) == (broken or RANK == 0)
 
 
 def test_losses_with_scales_of_their_own_agree() -> None:
@@ -243,11 +228,11 @@ def test_a_step_that_reevaluates_its_closure_is_taken_back_on_all_ranks() -> Non
             break_gradient(model)
         return loss_of(model)
 
-    before = memory(opt, model)
+    before = memory(model, opt)
     opt.step(closure)
     assert evaluations == 3
     assert not opt.last_step.applied
-    assert memory(opt, model) == before
+    assert memory(model, opt) == before
     assert ranks_agree(opt.loss_scale)
 
 
@@ -508,12 +493,12 @@ def test_checkpoints_of_shards_resume_bit_for_bit(
         group.update((key, tuple(group[key])) for key in ("betas",) if key in group)
     assert polyamp.save_loss_scale(other) == polyamp.save_loss_scale(opt)
     assert opt.loss_scale < opt.scaler.settings.init
-    assert memory(other, resumed) == memory(opt, model)
+    assert memory(resumed, other) == memory(model, opt)
     for _ in range(2):
         for each, its in ((model, opt), (resumed, other)):
             backward(each, its)
             its.step()
-    assert memory(other, resumed) == memory(opt, model)
+    assert memory(resumed, other) == memory(model, opt)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

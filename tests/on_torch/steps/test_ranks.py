@@ -6,13 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import polyamp
-from polyamp.backends.torch import LossScaledOptimizer
 from polyamp.backends.torch.ranks import Overflowed, any_rank, has_peers
 
 pytestmark = pytest.mark.slow
@@ -59,13 +56,6 @@ def test_without_other_ranks_nothing_is_combined() -> None:
 )
 def test_bits_name_ranks(bits: list[list[int]], members: list[int] | None, text: str) -> None:
     assert str(Overflowed(torch.tensor(bits), members, here=0)) == text
-
-
-@pytest.mark.parametrize("group", [True, "world", 0, [0, 1]])
-def test_what_is_no_process_group_is_refused_at_once(group: Any) -> None:
-    plain = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
-    with pytest.raises(polyamp.errors.InvalidTypeError, match="must be a process group"):
-        LossScaledOptimizer(plain, process_group=group)
 
 
 def test_distributed_tensors_are_not_loaded_for_those_who_have_none() -> None:

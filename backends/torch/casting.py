@@ -41,16 +41,13 @@ def cast_to(tree: Any, dtype: torch.dtype, *, modules: bool = True) -> Any:
 
     def cast_leaf(leaf: Any) -> Any:
         if id(leaf) not in done:
-            done[id(leaf)] = _cast_leaf(leaf, dtype, modules)
+            if not isinstance(leaf, nn.Module):
+                done[id(leaf)] = cast_tensor(leaf, dtype)
+            else:
+                done[id(leaf)] = store_module(leaf, dtype) if modules else leaf
         return done[id(leaf)]
 
     return map_leaves(cast_leaf, tree, others=_report_unknown)
-
-
-def _cast_leaf(leaf: Any, dtype: torch.dtype, modules: bool) -> Any:
-    if isinstance(leaf, nn.Module):
-        return store_module(leaf, dtype) if modules else leaf
-    return cast_tensor(leaf, dtype)
 
 
 def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:

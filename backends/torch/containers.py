@@ -20,9 +20,8 @@ from types import FunctionType, MappingProxyType, MethodType, ModuleType, Simple
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
-
-from polyamp.backends.torch import unstable
 
 
 class Opened(NamedTuple):
@@ -45,8 +44,9 @@ def open_up(tree: Any) -> Opened | None:
         return Opened(list(tree), lambda parts: _tuple(tree, parts))
     if isinstance(tree, list | deque | set | frozenset | UserList):
         return Opened(list(tree), lambda parts: _collection(tree, parts))
-    if (registered := unstable.registered_children(tree)) is not None:
-        return Opened(*registered)
+    parts, spec = pytree.tree_flatten(tree, is_leaf=lambda one: one is not tree)
+    if not (len(parts) == 1 and parts[0] is tree):  # it is registered
+        return Opened(parts, lambda others: pytree.tree_unflatten(list(others), spec))
     if isinstance(tree, type):
         return None
     if is_dataclass(tree) or isinstance(tree, SimpleNamespace) or hasattr(type(tree), "__attrs_attrs__"):

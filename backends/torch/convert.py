@@ -77,7 +77,9 @@ def convert(model: nn.Module, policy: Policy) -> nn.Module:
     kept = _store(parts, DTYPES[policy.param])
     if DTYPES[policy.param] in SIXTEEN_BIT:
         _add_hooks(model, parts, kept, policy)
-        _report_unused(parts, policy)
+        matched = [(part.operation, part.path) for part in parts]
+        unmatched, name = unused(policy.own_rules, matched), type(model).__name__
+        report_unused(unmatched, where=name, paths="a module", of=policy, stacklevel=2)
     elif policy.casts:
         warn_once(
             f"policy {policy} stores parameters in {policy.param}: convert changes no module. "
@@ -165,9 +167,3 @@ def _cast_inputs(_: nn.Module, args: Any, kwargs: Any, *, dtype: torch.dtype) ->
 
 def _cast_outputs(_: nn.Module, __: Any, outputs: Any, *, dtype: torch.dtype) -> Any:
     return cast_to(outputs, dtype, modules=False)
-
-
-def _report_unused(parts: list[_Part], policy: Policy) -> None:
-    seen = [(part.operation, part.path) for part in parts]
-    name = type(parts[0].module).__name__
-    report_unused(unused(policy.own_rules, seen), where=name, paths="a module", of=policy, stacklevel=3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from torch import nn
 
@@ -50,12 +49,11 @@ _KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 def kept_by_authors(model: nn.Module) -> frozenset[nn.Module]:
     """Return the parts of a model that its code, or the code of its parts, keeps in float32."""
-    return frozenset(part for owner in model.modules() for part in _kept_in(owner))
-
-
-def _kept_in(owner: nn.Module) -> Iterator[nn.Module]:
-    names = [name for kind in _KEPT for name in getattr(owner, kind, None) or ()]
-    wanted = [re.compile(rf"(^|\.){re.escape(name).replace(chr(92) + '*', '.*')}($|\.)") for name in names]
-    for path, part in owner.named_modules() if wanted else ():
-        if path and any(one.search(path) for one in wanted):
-            yield part
+    kept = set()
+    for owner in model.modules():
+        names = [name for kind in _KEPT for name in getattr(owner, kind, None) or ()]
+        wanted = [re.compile(rf"(^|\.){re.escape(name).replace(chr(92) + '*', '.*')}($|\.)") for name in names]
+        for path, part in owner.named_modules() if wanted else ():
+            if path and any(one.search(path) for one in wanted):
+                kept.add(part)
+    return frozenset(kept)

@@ -35,12 +35,6 @@ class Output(OrderedDict):
 class Encoding(UserDict):
     """As the encodings of tokenizers."""
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self.data[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
 
 class Frozen(Mapping):
     """A mapping that nothing can be put into."""
@@ -165,7 +159,7 @@ def test_a_container_keeps_its_type_and_is_not_changed(tree: Any) -> None:
 def test_nested_containers_and_what_is_shared() -> None:
     one = ones()
     out = cast({"a": Plain(one), "b": deque([Encoding(x=one)]), "n": torch.ones(1, dtype=torch.int64)}, "float16")
-    assert out["a"].logits is out["b"][0].x
+    assert out["a"].logits is out["b"][0]["x"]
     assert out["n"].dtype == torch.int64
 
 

@@ -56,7 +56,16 @@ def register_autocast(op: Any, op_class: str) -> None:
         InvalidValueError: the class is unknown, or the operator is one of PyTorch's own; use a rule for those.
     """
     _check_class(op_class, where="register_autocast(op, op_class)")
-    for overload in _overloads(op):
+    overloads = unstable.overloads_of(op)
+    if not overloads:
+        raise InvalidTypeError(
+            "not an operator",
+            where="register_autocast(op, op_class)",
+            found=repr(op),
+            allowed="a custom operator, an overload of one, or its name, such as 'mylib::attend'",
+            fix="define it first, with torch.library.custom_op or torch.library.define",
+        )
+    for overload in overloads:
         name = overload.name()
         if name.startswith("aten::"):
             raise InvalidValueError(
@@ -216,19 +225,6 @@ def _class_in(region: Region | None, name: str, op_class: str) -> str:
 @unstable.constant_when_compiled
 def _class_in_graph(name: str, op_class: str, first: torch.dtype, second: torch.dtype) -> str:
     return _class_in(BY_MARK.get((first, second)), name, op_class)
-
-
-def _overloads(op: Any) -> list[Any]:
-    found = unstable.overloads_of(op)
-    if not found:
-        raise InvalidTypeError(
-            "not an operator",
-            where="register_autocast(op, op_class)",
-            found=repr(op),
-            allowed="a custom operator, an overload of one, or its name, such as 'mylib::attend'",
-            fix="define it first, with torch.library.custom_op or torch.library.define",
-        )
-    return found
 
 
 def _check_class(op_class: object, *, where: str) -> None:

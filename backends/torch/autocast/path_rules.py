@@ -153,10 +153,7 @@ def _before(module: nn.Module, inputs: Any) -> None:
     if not torch.compiler.is_compiling():
         _enter(module)
         return
-    marks = _marks_within(id(module)) if _may_change_regions() else None
-    if marks is not None:
-        torch.set_autocast_dtype(MARKED[0], marks[0])
-        torch.set_autocast_dtype(MARKED[1], marks[1])
+    _trace(_marks_within(id(module)) if _may_change_regions() else None)
 
 
 @unstable.never_compiled
@@ -167,7 +164,11 @@ def _after(module: nn.Module, inputs: Any, output: Any) -> None:
             if frame is not None:
                 regions.leave(frame)
         return
-    marks = _marks_behind(id(module)) if _may_change_regions() else None
+    _trace(_marks_behind(id(module)) if _may_change_regions() else None)
+
+
+def _trace(marks: Marks | None) -> None:
+    """Put marks into the graph that Dynamo traces."""
     if marks is not None:
         torch.set_autocast_dtype(MARKED[0], marks[0])
         torch.set_autocast_dtype(MARKED[1], marks[1])
@@ -218,7 +219,13 @@ def _marks_within(module_id: int) -> Marks | None:
         return None
     if not unstable.traces_dtype_of_autocast():
         if not _here.planned:
-            raise _untraceable(module)
+            raise UnsupportedError(
+                "rules by the path of a module need a newer torch in compiled code",
+                where=f"the call of a {type(module).__name__} that such a rule matches, under torch.compile",
+                found=f"torch {torch.__version__}",
+                allowed="torch 2.13",
+                fix='use torch.compile(model, backend="polyamp"), which applies them in the graph',
+            )
         warn_once(
             f"before torch 2.11 rules by the path of a module do not hold in a {type(module).__name__} that receives "
             "16-bit values between two graphs of compiled code."
@@ -239,13 +246,3 @@ def _marks_behind(module_id: int) -> Marks | None:
     outside = _here.traced[found[-1]][1]
     del _here.traced[found[-1] :]
     return outside
-
-
-def _untraceable(module: nn.Module) -> UnsupportedError:
-    return UnsupportedError(
-        "rules by the path of a module need a newer torch in compiled code",
-        where=f"the call of a {type(module).__name__} that such a rule matches, under torch.compile",
-        found=f"torch {torch.__version__}",
-        allowed="torch 2.13",
-        fix='use torch.compile(model, backend="polyamp"), which applies them in the graph',
-    )

@@ -40,64 +40,43 @@ class Captured(NamedTuple):
 def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
     """Capture ``fn`` for these arguments; sizes stay symbolic unless its code depends on them."""
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    seen = _Seen()
+    seen: dict[str, Any] = {}  # emptied at the end, since Dynamo keeps every backend forever
+
+    def backend(module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        given: Any = module.graph.output_node().args[0]
+        fakes = [value.meta["example_value"] if isinstance(value, Node) else value for value in given]
+        seen.update(module=module, outputs=fakes)
+        return run
+
+    def run(*inputs: Any) -> Any:
+        seen["inputs"] = inputs
+        return tuple(seen["outputs"])
 
     def captured_call(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
-    compiled = torch.compile(captured_call, backend=seen, fullgraph=True, dynamic=True)
+    compiled = torch.compile(captured_call, backend=backend, fullgraph=True, dynamic=True)
     copies = [copy_of(leaf) for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(copies, in_spec)
-    with unstable.capturing(captured_call.__code__, seen), refusals(), _unchanged(root_of(fn)):
+    with unstable.capturing(captured_call.__code__, backend), refusals(), _unchanged(root_of(fn)):
         returned = compiled(*args, **kwargs)
         _refuse_changes(copies, leaves)
     results, out_spec = pytree.tree_flatten(hold(returned))
-    return seen.taken(leaves, in_spec, results, out_spec)
-
-
-class _Seen:
-    """A backend that keeps the graph, and when called returns the fakes that Dynamo made for its outputs."""
-
-    def __init__(self) -> None:
-        self.module: GraphModule | None = None
-        self.inputs: Sequence[Any] = ()
-        self.outputs: Sequence[Any] = ()
-
-    def __call__(self, module: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        self.module = module
-        given: Any = module.graph.output_node().args[0]
-        self.outputs = [value.meta["example_value"] if isinstance(value, Node) else value for value in given]
-        return self._run
-
-    def _run(self, *inputs: Any) -> Any:
-        self.inputs = inputs
-        return tuple(self.outputs)
-
-    def taken(self, leaves: Sequence[Any], in_spec: Any, results: Sequence[Any], out_spec: Any) -> Captured:
-        """Return what was captured, and forget it, since Dynamo keeps every backend forever."""
-        computed = [one for one in results if isinstance(one, Tensor) and not any(one is leaf for leaf in leaves)]
-        if self.module is None and computed:
-            raise _compiles_nothing()
-        module = self.module or GraphModule(nn.Module(), _empty_graph())
-        captured = Captured(module, self.inputs, leaves, in_spec, results, out_spec, self.outputs)
-        self.module, self.inputs, self.outputs = None, (), ()
-        return captured
-
-
-def _compiles_nothing() -> UsageError:
-    return UsageError(
-        "torch.compile is turned off, and polyamp captures code with it",
-        where="rewrite(module), explain(module)",
-        found=f"TORCH_COMPILE_DISABLE={os.environ.get('TORCH_COMPILE_DISABLE', '0')}, or "
-        'torch.compiler.set_stance("force_eager")',
-        fix="turn it on for this call, or use polyamp.autocast(policy)",
-    )
-
-
-def _empty_graph() -> torch.fx.Graph:
-    graph = torch.fx.Graph()
-    graph.output(())
-    return graph
+    if not seen:
+        if any(isinstance(one, Tensor) and not any(one is leaf for leaf in leaves) for one in results):
+            raise UsageError(
+                "torch.compile is turned off, and polyamp captures code with it",
+                where="rewrite(module), explain(module)",
+                found=f"TORCH_COMPILE_DISABLE={os.environ.get('TORCH_COMPILE_DISABLE', '0')}, or "
+                'torch.compiler.set_stance("force_eager")',
+                fix="turn it on for this call, or use polyamp.autocast(policy)",
+            )
+        nothing = torch.fx.Graph()
+        nothing.output(())
+        seen.update(module=GraphModule(nn.Module(), nothing), inputs=(), outputs=())
+    module, inputs, outputs = seen["module"], seen["inputs"], seen["outputs"]
+    seen.clear()
+    return Captured(module, inputs, leaves, in_spec, results, out_spec, outputs)
 
 
 @contextmanager
@@ -252,29 +231,6 @@ class Held:
         self.tensors, self.rest = tensors, rest
 
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.tensors: list[Any] = []
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, Tensor | torch.SymInt | torch.SymFloat):
-            return None
-        place = next((place for place, one in enumerate(self.tensors) if one is obj), len(self.tensors))
-        if place == len(self.tensors):
-            self.tensors.append(obj)
-        return place
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Any]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, pid: int) -> Any:
-        return self._tensors[pid]
-
-
 def hold(tree: Any) -> Any:
     """Replace each object of a tree by `Held`, if it is neither a tensor nor a constant, and can be pickled."""
     return pytree.tree_map(_held, tree)
@@ -289,18 +245,30 @@ def taken_apart(leaf: Any) -> Held | None:
     """Return the tensors of an object, and the rest of it; None if it cannot be rebuilt."""
     if isinstance(leaf, Tensor | torch.nn.Module):
         return None
-    file = io.BytesIO()
-    pickler = _Pickler(file)
+    file, tensors = io.BytesIO(), list[Any]()
+
+    def place_of(obj: Any) -> int | None:
+        if not isinstance(obj, Tensor | torch.SymInt | torch.SymFloat):
+            return None
+        place = next((place for place, one in enumerate(tensors) if one is obj), len(tensors))
+        if place == len(tensors):
+            tensors.append(obj)
+        return place
+
+    pickler = pickle.Pickler(file)
+    pickler.persistent_id = place_of  # type: ignore[method-assign]
     try:
         pickler.dump(leaf)
     except Exception:  # its class may raise anything
         return None
-    return Held(pickler.tensors, file.getvalue())
+    return Held(tensors, file.getvalue())
 
 
 def put_together(taken: Held, tensors: Sequence[Any]) -> Any:
     """Return an object like the one that was taken apart, with other tensors."""
-    return _Unpickler(io.BytesIO(taken.rest), tensors).load()
+    unpickler = pickle.Unpickler(io.BytesIO(taken.rest))
+    unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
+    return unpickler.load()
 
 
 def _unflatten(tensors: Iterable[Any], rest: Any) -> Any:

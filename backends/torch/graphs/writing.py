@@ -100,14 +100,9 @@ class Attributes(dict[str, Any]):
                 module.register_buffer(name, held, persistent=False)
             else:
                 setattr(module, name, held)
-        _forget(module)
+        for part in module.modules():  # constants, also those of bodies, are not saved
+            part._non_persistent_buffers_set.update(part._buffers)
         return module
-
-
-def _forget(module: nn.Module) -> None:
-    """Keep constants, also those of bodies, out of the saved state."""
-    for part in module.modules():
-        part._non_persistent_buffers_set.update(part._buffers)
 
 
 # Operators whose kernels take 16-bit data with float32 parameters, and the device types where they do. On CUDA these

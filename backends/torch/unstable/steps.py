@@ -24,17 +24,6 @@ def local_shard(tensor: Tensor) -> Tensor:
     return local  # type: ignore[no-any-return]
 
 
-def registered_children(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]] | None:
-    """Return one level of a registered container and a function to rebuild it; None for everything else."""
-    # `torch.utils.pytree` is only public in newer releases.
-    import torch.utils._pytree as pytree
-
-    parts, spec = pytree.tree_flatten(tree, is_leaf=lambda one: one is not tree)
-    if len(parts) == 1 and parts[0] is tree:
-        return None
-    return parts, lambda others: pytree.tree_unflatten(list(others), spec)
-
-
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Tell schedulers that a step was made or skipped without the ``step`` that they watch."""
     # Otherwise they warn about a wrong order. They keep this in a private attribute.

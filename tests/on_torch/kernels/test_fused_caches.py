@@ -36,11 +36,6 @@ def exchange_memory(way: Way) -> None:
         param.data = param.data.clone()
 
 
-def exchange_memory_for_one_vector(way: Way) -> None:
-    vector = nn.utils.parameters_to_vector(way.model.parameters()).detach().clone()
-    nn.utils.vector_to_parameters(vector, way.model.parameters())
-
-
 def change_the_layout(way: Way) -> None:
     way.model.to(memory_format=torch.channels_last)
 
@@ -79,13 +74,8 @@ def write_to_the_model(way: Way) -> None:
             param.mul_(0.5)
 
 
-def load_the_model(way: Way) -> None:
-    way.model.load_state_dict({name: 0.5 * value for name, value in way.model.state_dict().items()})
-
-
 EXCHANGES: list[Callable[[Way], None]] = [
     exchange_memory,
-    exchange_memory_for_one_vector,
     change_the_layout,
     clear_the_state,
     exchange_the_state,
@@ -94,7 +84,6 @@ EXCHANGES: list[Callable[[Way], None]] = [
     begin_with_momentum,
     regroup,
     write_to_the_model,
-    load_the_model,
 ]
 
 

@@ -160,15 +160,6 @@ def test_learning_rates_on_the_device_replace_those_of_the_rules(operators: Any,
     assert same(one.bits(), other.bits())
 
 
-def test_strides_may_be_any_that_all_share(operators: Any, device: str) -> None:
-    one, other = (Problem(ADAM, "bfloat16_master", [(2, 3, 5, 7)], device=device) for _ in range(2))
-    for name in ("params", "masters", "grads", "firsts", "seconds"):
-        setattr(other, name, [tensor.to(memory_format=torch.channels_last) for tensor in getattr(other, name)])
-    one.step(operators)
-    other.step(operators)
-    assert same(one.params + one.masters, other.params + other.masters)
-
-
 # --- skipped steps ---------------------------------------------------------------------------------------------------
 
 

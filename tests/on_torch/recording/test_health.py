@@ -38,13 +38,6 @@ def expected(trace: str) -> Health:
     return Health(CONFIG, walk(CONFIG, read(trace))[-1])
 
 
-def test_a_scaler_in_the_place_of_torchs_counts_too() -> None:
-    scaler = GradScaler("cpu", loss_scale=CONFIG)
-    assert health(scaler) == Health(CONFIG, CONFIG.initial_state())
-    drive_scaler(scaler, TRACE)
-    assert health(scaler) == expected(TRACE)
-
-
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copy", "pickle"])
 def test_a_copied_scaler_goes_on_counting(again: Any) -> None:
     scaler = GradScaler("cpu", loss_scale=CONFIG)

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 import polyamp
 from polyamp import LossScale, LossScaleState
-from support.plain_steps import KINDS, Kind, plain, same, trained, weights
+from support.plain_steps import plain, same, trained
 from support.torch_kinds import bits
 
 PRELUDE = """\
@@ -550,38 +550,6 @@ class Steps(RuleBasedStateMachine):
         place, opt = self._pick(which)
         if self._run(f"{opt}.loss_scale = {scale}", legal=False):
             self.generations[self.groups[place]] += 1
-
-
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@given(turns=st.lists(st.sampled_from(["", "", " * inf", "gradient"]), max_size=6), clips=st.booleans())
-def test_an_optimizer_that_evaluates_again_steps_as_in_plain_pytorch(kind: Kind, turns: list[str], clips: bool) -> None:
-    (p,), (q,) = weights(1, kind.dtype), weights(1)
-    options = {**kind.options, "max_grad_norm": 1e6 if clips else None}
-    ours, model = (
-        wrap(torch.optim.LBFGS([one], lr=0.25, max_iter=3), kind.policy, **options)
-        for wrap, one in ((polyamp.wrap_optimizer, p), (plain, q))
-    )
-    for turn in turns:
-
-        def closure(opt: Any, param: Any, turn: str = turn) -> torch.Tensor:
-            opt.zero_grad()
-            loss = (param.float() - 3).square().sum() * (float("inf") if turn == " * inf" else 1)
-            opt.backward(loss)
-            if turn == "gradient":
-                param.grad[0] = float("nan")
-            return loss
-
-        before = [bits(p), _state(ours)]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", polyamp.PolyampWarning)
-            ours.step(lambda: closure(ours, p))
-        assert ours.last_step.applied == (not turn)
-        if turn:
-            assert [bits(p), _state(ours)] == before
-        else:
-            model.step(lambda: closure(model, q))
-        rounding = 1e-4 if kind.dtype == torch.float32 else 0.1  # of the weights that the next gradients are made from
-        torch.testing.assert_close(p.detach().double(), q.detach(), rtol=0, atol=rounding)
 
 
 def _scale_state(opt: Any) -> LossScaleState:

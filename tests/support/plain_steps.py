@@ -66,8 +66,6 @@ class PlainOptimizer:
         return norm
 
     def step(self, closure: Callable[[], Any] | None = None, *, scaled: bool | None = None) -> Any:
-        if isinstance(self.inner, torch.optim.LBFGS):
-            return self.inner.step(closure)
         loss = None if closure is None else closure()
         grads = [param.grad for param in trained(self) if param.grad is not None]
         self.applied = not self.checks or all(bool(grad.isfinite().all()) for grad in grads)

@@ -78,16 +78,18 @@ EVALUATIONS = {  # at least, in each step
 @pytest.mark.parametrize(
     ("name", "overflow_at"), [(name, at) for name, count in EVALUATIONS.items() for at in range(1, count + 1)]
 )
-def test_an_overflow_at_any_evaluation_takes_the_whole_step_back(name: str, overflow_at: int) -> None:
-    loop = Loop(name)
+@pytest.mark.parametrize("low", [False, True])
+def test_an_overflow_at_any_evaluation_takes_the_whole_step_back(low: bool, name: str, overflow_at: int) -> None:
+    loop = Loop(name, low=low)
     if overflow_at > 1:
         loop.step()
-    before = contents(loop.opt)
+    before, weight = contents(loop.opt), loop.model.weight.clone()
     loss = loop.step(overflow_at)
     assert contents(loop.opt) == before
+    assert torch.equal(loop.model.weight, weight)
     assert not loop.opt.last_step
     assert loop.opt.loss_scale == 128.0
-    assert loss is None or torch.equal(loss, loss_of(loop.model))
+    assert loss is None or low or torch.equal(loss, loss_of(loop.model))
     loop.step()
     assert loop.opt.last_step
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -22,11 +23,12 @@ FIELDS = ("loss", "grad_norm", "learning_rate")
 
 @pytest.fixture(autouse=True)
 def _warnings_of_the_trainer() -> Iterator[None]:
-    """Ignore the trainer's own warnings; polyamp's are errors."""
+    """Ignore the trainer's own warnings; polyamp's are errors. Forget accelerate's shared state."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", polyamp.PolyampWarning)
         yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it keeps the arguments' precision
 
 
 def bert(dropout: float) -> torch.nn.Module:

@@ -238,19 +238,11 @@ def check_arguments(
             raise error(f"invalid {name}", where=f"{verb}({name}=)", found=found, allowed=allowed, fix=fix)
 
 
-def norm_limit(value: object, *, where: str = "wrap_optimizer(max_grad_norm=)") -> float | None:
+def norm_limit(value: Any, verb: str = "wrap_optimizer") -> float | None:
     """Return a limit for the global norm of gradients; None for no limit."""
-    if value is None:
-        return None
-    if not (is_number(value) and 0 < value <= sys.float_info.max):
-        raise InvalidValueError(
-            "invalid gradient-norm limit",
-            where=where,
-            found=shown(value),
-            allowed="a finite number greater than 0, or None",
-            fix="give the largest global L2 norm that gradients may have",
-        )
-    return float(value)
+    fits = value is None or (is_number(value) and 0 < value <= sys.float_info.max)
+    check_arguments(verb, [("max_grad_norm", value, fits, "a gradient-norm limit: a number greater than 0, or None")])
+    return None if value is None else float(value)
 
 
 def check_compute(compute: str, *, framework: str, where: str, instead: Mapping[str, str]) -> None:

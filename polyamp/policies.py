@@ -11,7 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from polyamp.errors import (
+    InvalidTypeError,
     InvalidValueError,
+    check_arguments,
     did_you_mean,
     shown,
     unknown_options,
@@ -220,12 +222,11 @@ class Policy:
         for key in ("param", "compute", "output"):
             object.__setattr__(self, key, format_of(getattr(self, key), where=f"policy({key}=)").name)
         object.__setattr__(self, "rules", parse_rules(self.rules))
-        if not isinstance(self.loss_scale, LossScale):
-            raise wrong_type(
-                self.loss_scale, where="policy(loss_scale=)", allowed="a LossScale", fix="write LossScale.fixed(128)"
-            )
-        if not isinstance(self.name, str):
-            raise wrong_type(self.name, where="policy(name=)", allowed="a string", fix="pass a label as text")
+        checks = [
+            ("loss_scale", self.loss_scale, isinstance(self.loss_scale, LossScale), "a LossScale"),
+            ("name", self.name, isinstance(self.name, str), "a string"),
+        ]
+        check_arguments("policy", checks, InvalidTypeError)
         if self.compute == "bfloat16" and self.loss_scale.dynamic:
             raise InvalidValueError(
                 "bfloat16 has the range of float32: a dynamic loss scale cannot help it",

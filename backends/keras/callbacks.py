@@ -70,7 +70,7 @@ class HealthCallback(keras.callbacks.Callback):
     ) -> None:
         super().__init__()
         check_count("every", every, where="HealthCallback(every=)")
-        check_probe(probe, where="HealthCallback(probe=)")
+        check_probe(probe, "HealthCallback")
         hooks = (_log,) if hooks is None else tuple(hooks) if isinstance(hooks, Iterable) else (hooks,)
         for hook in hooks:
             if not callable(hook):

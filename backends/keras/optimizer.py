@@ -99,7 +99,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         master_weights: bool | None = None,
         **unused: Any,
     ) -> None:
-        norm = norm_limit(max_grad_norm, where="LossScaledOptimizer(max_grad_norm=)")
+        norm = norm_limit(max_grad_norm, "LossScaledOptimizer")
         _check_optimizer(inner_optimizer, norm)
         settings = settings_of(loss_scale, initial_scale, dynamic_growth_steps)
         factor = inner_optimizer.loss_scale_factor

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from polyamp.adapters import adapter_for
-from polyamp.errors import InvalidTypeError, shown
+from polyamp.errors import InvalidTypeError, check_arguments
 from polyamp.report import Report, finite, power
 from polyamp.scale import LossScale, LossScaleState
 
@@ -220,19 +220,13 @@ def health(holder: Any, probe: Probe | None = None) -> Health:
         InvalidTypeError: ``holder`` has no loss scale, or ``probe`` is not a probe.
         UsageError: in JAX, the pytree has no such state, or several.
     """
-    check_probe(probe, where="health(probe=)")
+    check_probe(probe, "health")
     adapter = adapter_for(None, holder, where="health(holder)")
     settings, counters = adapter.loss_scale_of(holder)
     return Health(settings, counters, probe)
 
 
-def check_probe(probe: object, *, where: str) -> None:
+def check_probe(probe: object, verb: str) -> None:
     """Refuse a value that is neither None nor a probe."""
-    if probe is not None and not hasattr(probe, "window"):
-        raise InvalidTypeError(
-            "not a probe",
-            where=where,
-            found=shown(probe),
-            allowed="a polyamp.Probe, or None",
-            fix="pass the result of polyamp.probe(step, ...)",
-        )
+    fits = probe is None or hasattr(probe, "window")
+    check_arguments(verb, [("probe", probe, fits, "the result of polyamp.probe, or None")], InvalidTypeError)

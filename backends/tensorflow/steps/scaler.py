@@ -91,7 +91,7 @@ class LossScaler(tf.Module):
         self.settings = chosen.in_float32()
         self.compute = None if isinstance(settings, LossScale) else make_policy(settings).compute
         self._has_bad_loss = False
-        self.max_grad_norm = norm_limit(max_grad_norm, where="LossScaler(max_grad_norm=)")
+        self.max_grad_norm = norm_limit(max_grad_norm, "LossScaler")
         names = ("loss_scale", *LossScaleState._fields[1:])
         self.scalars = list(map(_new_scalar, names, self.settings.initial_state()))
         check_master_weights(master_weights)

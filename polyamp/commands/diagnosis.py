@@ -28,7 +28,6 @@ _STEP = (
 StepTarget = Annotated[str, typer.Argument(help=_STEP, metavar="MODULE:FUNCTION", show_default=False)]
 PolicyName = Annotated[str | None, typer.Option("--policy", help="Policy, by name; mixed_float16 by default.")]
 JsonFile = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON; - is standard output.")]
-PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw a picture into this image file.")]
 Engine = Annotated[str | None, typer.Option("--engine", help="rewrite, or in PyTorch autocast.")]
 Scale = Annotated[float | None, typer.Option("--scale", help="Loss scale; by default that of the step or policy.")]
 Backend = Annotated[str | None, typer.Option("--backend", help="torch, jax, tensorflow or keras, if it is unclear.")]

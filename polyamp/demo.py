@@ -18,7 +18,7 @@ from rich.table import Table
 
 from polyamp import adapters
 from polyamp.adapters import Adapter
-from polyamp.errors import MissingFrameworkError, PolyampError, missing
+from polyamp.errors import InvalidValueError, MissingFrameworkError, PolyampError, missing
 from polyamp.policies import policy
 from polyamp.report import write_whole
 from polyamp.scale import LossScale, StepResult
@@ -171,5 +171,9 @@ def plot(done: list[Run], path: str) -> None:
     axes[0, 0].set_ylabel("training loss (nats)")
     axes[1, 0].set_ylabel("loss scale")
     axes[0, 0].legend(frameon=False)
-    figure.savefig(image, dpi=150, format=PurePath(path).suffix.lstrip(".").lower() or "png")
+    try:
+        figure.savefig(image, dpi=150, format=PurePath(path).suffix.lstrip(".").lower() or "png")
+    except ValueError as error:
+        fix = "name the file, for example, demo.png"
+        raise InvalidValueError("no image format has this ending", where=path, found=error, fix=fix) from error
     write_whole(path, image.getvalue())

@@ -13,6 +13,7 @@ the original is not changed.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import UserList, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import is_dataclass
@@ -41,7 +42,8 @@ def open_up(tree: Any) -> Opened | None:
     if isinstance(tree, Mapping):
         return Opened(list(tree.values()), lambda parts: _mapping(tree, parts))
     if isinstance(tree, tuple):
-        return Opened(list(tree), lambda parts: _tuple(tree, parts))
+        make = functools.partial(tuple.__new__, type(tree)) if hasattr(tree, "_fields") else type(tree)
+        return Opened(list(tree), make)  # the first is like ``_make``, whatever arguments a subclass takes
     if isinstance(tree, list | deque | set | frozenset | UserList):
         return Opened(list(tree), lambda parts: _collection(tree, parts))
     parts, spec = pytree.tree_flatten(tree, is_leaf=lambda one: one is not tree)
@@ -85,12 +87,6 @@ def _mapping(tree: Mapping[Any, Any], parts: Sequence[Any]) -> Any:
         if tree[key] is not value:
             closed[key] = value
     return closed
-
-
-def _tuple(tree: tuple[Any, ...], parts: Sequence[Any]) -> Any:
-    if hasattr(tree, "_fields"):
-        return tuple.__new__(type(tree), parts)  # like ``_make``, whatever arguments a subclass takes
-    return type(tree)(parts)
 
 
 def _collection(tree: Any, parts: Sequence[Any]) -> Any:

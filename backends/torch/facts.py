@@ -18,7 +18,7 @@ from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import Watcher, operator_of
 from polyamp.backends.torch.recording.reach import Reach, names_of
 from polyamp.backends.torch.recording.record import Run
-from polyamp.backends.torch.recording.widening import tensors
+from polyamp.backends.torch.recording.widening import crosses_16_bits, tensors
 from polyamp.backends.torch.tracking import Tracker
 from polyamp.backends.torch.user_code import users_line
 from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
@@ -112,7 +112,7 @@ class _Casts(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        if function in _CASTS and _crosses_16_bits(args[0], out) and torch.is_autocast_enabled(out.device.type):
+        if function in _CASTS and crosses_16_bits(args[0], out) and torch.is_autocast_enabled(out.device.type):
             line = users_line(directly=True)
             if line:
                 where = f"{self._tracker.path} {line}".strip()
@@ -125,12 +125,6 @@ _CASTS = {
     *(Tensor.half, Tensor.bfloat16, Tensor.float, Tensor.double),
     *(Tensor.to, Tensor.type, Tensor.type_as),
 }
-
-
-def _crosses_16_bits(before: Any, after: Any) -> bool:
-    if not (isinstance(before, Tensor) and isinstance(after, Tensor) and before.is_floating_point()):
-        return False
-    return before.dtype != after.dtype and not SIXTEEN_BIT.isdisjoint((before.dtype, after.dtype))
 
 
 _LOSSES = {"nll_loss_forward", "nll_loss2d_forward"}

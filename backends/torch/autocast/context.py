@@ -98,7 +98,9 @@ def _native(device_type: str, compute: str) -> torch.autocast:
 @contextmanager
 def _traced(policy: Policy) -> Iterator[None]:
     """Enter a region while Dynamo captures a graph, by marks in native autocast's state: a graph has no other state."""
-    marks = _traced_mark(*_autocast_fields(policy))
+    # the fields of the policy that autocast needs, in types that Dynamo compares by value
+    rules = tuple((rule.pattern, rule.op_class) for rule in policy.rules)
+    marks = _traced_mark(policy.param, policy.compute, policy.output, rules)
     there = nullcontext() if ACCELERATOR is None else _native(ACCELERATOR, policy.compute)
     with _native("cpu", policy.compute), there, marked(marks):
         yield
@@ -112,11 +114,6 @@ def _traced_mark(param: str, compute: str, output: str, rules: tuple[tuple[str, 
     elif region.rules:
         path_rules.HOOKS.stay()
     return mark_of(region, traced=True)
-
-
-def _autocast_fields(policy: Policy) -> tuple[str, str, str, tuple[tuple[str, str], ...]]:
-    """Return the fields of a policy that autocast needs, in types that Dynamo compares by value."""
-    return policy.param, policy.compute, policy.output, tuple((rule.pattern, rule.op_class) for rule in policy.rules)
 
 
 @cache

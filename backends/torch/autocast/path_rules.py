@@ -54,13 +54,6 @@ def _region_in(module: nn.Module, region: Region, root: nn.Module) -> Region | N
     return None if inside == region else inside
 
 
-def name_modules(root: nn.Module, region: Region) -> None:
-    """Make paths in a region start at a root, also for parts of it that are called alone."""
-    whole = region.whole
-    if whole.rules and id(root) not in (found := _regions.setdefault(whole, {})):
-        _find_regions(root, whole, found)
-
-
 def _find_regions(root: nn.Module, whole: Region, regions: dict[int, Region]) -> None:
     _roots[whole] += 1
     matched: dict[int, dict[Rule, Rule]] = {}
@@ -140,7 +133,7 @@ def around_graphs(root: nn.Module | None) -> Iterator[None]:
     """Surround a call of compiled code whose graphs apply the rules; the hooks only apply them between the graphs."""
     region = regions.current()
     if root is not None and region is not None:
-        name_modules(root, region)
+        _region_in(root, region, root)  # paths start here, also those of parts that are called alone
     _here.planned += 1
     try:
         yield

@@ -24,7 +24,7 @@ from polyamp.backends.torch.graphs.program import Program, check_no_autocast
 from polyamp.backends.torch.graphs.rewrite import checked, rewrite, usable
 from polyamp.backends.torch.recording.mode import Operator, Watcher, operator_of
 from polyamp.backends.torch.recording.record import Run
-from polyamp.backends.torch.recording.widening import tensors
+from polyamp.backends.torch.recording.widening import crosses_16_bits, tensors
 from polyamp.backends.torch.user_code import users_line
 from polyamp.errors import InvalidValueError, PolyampError
 from polyamp.flow import AS_WRITTEN, NO_FLOATS, TABLE, Decision, unused
@@ -206,7 +206,7 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
         if unstable.running_node() is not None or not results or op.namespace == "prim" or operator.native == "detach":
             return
         given = list(tensors(args))
-        if operator.native == "_to_copy" and _crosses(given[0], results[0]):
+        if operator.native == "_to_copy" and crosses_16_bits(given[0], results[0]):
             self._note_cast(results[0], _bytes(given), _bytes(results))
         elif op.is_view:
             self._pass_on(given, results)
@@ -275,11 +275,6 @@ def _format_of(given: Sequence[Tensor], results: Sequence[Tensor]) -> str:
     """Return the dtype of the floating results; without any, that of the floating arguments."""
     floating = [one.dtype for one in (*results, *given) if one.is_floating_point() or one.is_complex()]
     return str(floating[0]).removeprefix("torch.") if floating else AS_WRITTEN
-
-
-def _crosses(before: Tensor, after: Tensor) -> bool:
-    floating = before.is_floating_point() and after.is_floating_point()
-    return floating and before.dtype != after.dtype and not SIXTEEN_BIT.isdisjoint((before.dtype, after.dtype))
 
 
 def _bytes(given: Sequence[Tensor], *, wide: bool = False) -> int:

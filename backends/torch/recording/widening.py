@@ -200,6 +200,14 @@ def tensors(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from (one for one in value if isinstance(one, Tensor))
 
 
+def crosses_16_bits(before: Any, after: Any) -> bool:
+    """Return whether a tensor was cast from a floating dtype to another, one of which has 16 bits."""
+    if not (isinstance(before, Tensor) and isinstance(after, Tensor)):
+        return False
+    floating = before.is_floating_point() and after.is_floating_point()
+    return floating and before.dtype != after.dtype and not SIXTEEN_BIT.isdisjoint((before.dtype, after.dtype))
+
+
 def _mapped(fn: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(fn(one) for one in value)

@@ -35,7 +35,6 @@ PUBLISHED = {
     "resnet50": 25_557_032,
 }
 """Parameters; of Inception v2 those of the Caffe model, of the others torchvision's."""
-WITHOUT_AUXILIARY = {"googlenet": 6_624_904, "inception_v3": 23_834_568}
 CONVOLUTIONS = {"alexnet": 5, "vgg16": 13, "googlenet": 57, "inception_v2": 69, "inception_v3": 94, "resnet50": 53}
 """Those that make the scores of a trained model."""
 WIDTH = {"vgg16": 1 / 16, "inception_v3": 1 / 16}

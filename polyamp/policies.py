@@ -658,3 +658,8 @@ def traced_for(policy: Policy) -> Iterator[None]:
         yield
     finally:
         _traced_for.reset(token)
+
+
+def is_rewritten() -> bool:
+    """Return whether the caller is traced to be rewritten; the rewrite then tests how its loss is scaled."""
+    return _traced_for.get() is not None

@@ -1,14 +1,20 @@
-"""`UnscaledGradients`: which gradients an optimizer divided before its step, so that none is divided twice.
+"""What an optimizer knows of the gradients that it gets: under which scale they were made, and what was divided before.
+
+`UnscaledGradients` records which gradients an optimizer divided before its step, so that none is divided twice.
 
 Such gradients may be clipped, or summed over towers, before they are applied: then they are other tensors. So three
 things are recorded of a call: its input tensors, its results, and its place: eager code, a replica, or a certain trace.
 
 For example, ``apply`` gets ``minimum(g, 0.5)`` in the trace in which ``get_unscaled_gradients`` returned ``g``. It is
 not one of the recorded tensors, but the place is the same, so it counts as unscaled.
+
+`ScaledLosses` records the scale of the last loss. For example, two losses are scaled by 8, and then two steps are made.
+The first step doubles the scale, and the gradients of the second are still those of a loss times 8.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,7 +22,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from polyamp.errors import UsageError
+from polyamp.errors import UsageError, warn_once
+from polyamp.policies import is_rewritten
 
 _KEPT = 16  # most calls to keep
 
@@ -88,3 +95,72 @@ def _weak(grads: Sequence[Any]) -> list[weakref.ref[Any]]:
 def _shares(references: Sequence[weakref.ref[Any]], grads: Sequence[Any]) -> bool:
     known = {id(alive) for reference in references if (alive := reference()) is not None}
     return any(id(grad) in known for grad in grads)
+
+
+_turns = itertools.count(1)
+
+
+class ScaledLosses:
+    """The losses that one optimizer scaled: whether there are any, and the scale and the place of the last one."""
+
+    _latest: Callable[[], ScaledLosses | None] = staticmethod(lambda: None)  # the one that scaled a loss last
+
+    def __init__(self) -> None:
+        self.finite: Any = None  # whether the last loss was finite; scalar bool
+        self._place: Any = None  # what was traced around it; None in eager code
+        self._scale: Any = None  # its scale; None if it is not known
+        self._noted = 0  # when it was scaled
+        self._claimed = next(_turns)  # when gradients came last
+        self._is_elsewhere = False  # whether losses may be scaled unseen, as in a compiled function
+
+    def note(self, place: Any, scale: Any, finite: Any) -> None:
+        """Record that a loss was scaled."""
+        self._place, self._scale, self.finite = place, scale, finite
+        self._is_elsewhere |= place is not None
+        self._noted, ScaledLosses._latest = next(_turns), weakref.ref(self)
+
+    def note_by_hand(self) -> None:
+        """Record that the scale was read, perhaps to multiply a loss by it."""
+        self._noted, self._is_elsewhere = next(_turns), True
+
+    def now(self) -> int:
+        """Return the present turn, for `were_missed`."""
+        return next(_turns)
+
+    def were_missed(self, since: int) -> bool:
+        """Return whether gradients came since a turn, and no loss was scaled since then."""
+        return self._noted < since < self._claimed
+
+    def are_here(self, place: Any) -> bool:
+        """Return whether the gradients that an optimizer gets in a place are those of the last loss there."""
+        return self._place is place and self._noted > 0 and (place is not None or not self._is_elsewhere)
+
+    def claim(self, place: Any, current: Any) -> Any:
+        """Return the scale of the gradients that an optimizer gets; ``current`` is that of the next loss."""
+        before, self._claimed = self._claimed, next(_turns)
+        latest = self._latest()
+        is_known = latest is not None and latest._place is place and latest._scale is not None
+        if latest is not None and is_known and self._noted < before < latest._noted and not self._is_elsewhere:
+            if not _equal(latest._scale, current):
+                raise UsageError(
+                    "the loss of these gradients was scaled by another optimizer",
+                    where="the gradients of a step",
+                    found="no loss that this optimizer scaled since its last step",
+                    allowed="gradients of a loss times this optimizer's loss scale",
+                    fix="scale a joint loss once for each optimizer, and take the gradients of the result for its own "
+                    "variables",
+                )
+        elif not self._noted and not is_rewritten():
+            warn_once(
+                "no loss was scaled, and the optimizer divides gradients by the loss scale: its updates are too small "
+                "by that factor. What to do: take the gradients of polyamp.scale_loss(loss, optimizer).",
+                stacklevel=5,
+            )
+        return self._scale if self.are_here(place) and self._scale is not None else current
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return float(one) == float(other)
+    except TypeError:  # in a graph, where scales have no values yet
+        return False

@@ -126,7 +126,9 @@ class HealthCallback(keras.callbacks.Callback):
         return found
 
     def _skips_often(self, found: Health) -> bool:
-        """Return whether a quarter of the steps since the last check was skipped, and at least a few."""
+        """Return whether a quarter of the last steps was skipped, and at least a few."""
         skipped, steps = found.skipped - self._seen[0], found.steps - self._seen[1]
-        self._seen = (found.skipped, found.steps)
-        return skipped >= _FEW and 4 * skipped >= steps
+        often = skipped >= _FEW and 4 * skipped >= steps
+        if often or steps >= 4 * _FEW:
+            self._seen = (found.skipped, found.steps)
+        return often

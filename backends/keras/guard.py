@@ -15,7 +15,7 @@ format than that of the layers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,12 +26,13 @@ from keras import ops
 from polyamp.backends.keras.layers import own_policy, walk
 from polyamp.backends.keras.native import BACKEND, autocasts, value_of
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
-from polyamp.backends.keras.scaler import skipped
+from polyamp.backends.keras.scaler import LossScaler, skipped
 from polyamp.backends.keras.unstable import added_weights
 from polyamp.errors import LossScaleError, NonFiniteLossError, warn_once
 from polyamp.formats import format_of
 from polyamp.policies import Policy, report_missing_scale
 from polyamp.policies import policy as make_policy
+from polyamp.scale import report_nonfinite_loss
 
 _PLAIN = "_polyamp_plain"  # the attribute of a guarded step that is the step without its guard
 
@@ -80,16 +81,26 @@ def keep_statistics(model: Any, *optimizers: LossScaledOptimizer) -> Iterator[No
         variable.assign(ops.where(was_skipped, value, value_of(variable)))
 
 
-def guard(model: Any) -> None:
-    """Check a model that starts to train, and guard the statistics in its steps."""
+def guard(model: Any) -> Callable[[Any], None] | None:
+    """Check a model that starts to train, and guard the statistics in its steps; return what to do with their logs."""
     step = getattr(model.train_step, _PLAIN, model.train_step)
-    if type(step).__module__.startswith("polyamp.backends."):  # a rewritten step, which does both itself
-        return
     optimizers = _optimizers_of(model)
-    report_unscaled(model)
-    _report_mismatch(model, optimizers)
-    if optimizers:
-        model.train_step = _guarded(model, step)
+    if not type(step).__module__.startswith("polyamp.backends."):  # not a rewritten step, which does both itself
+        report_unscaled(model)
+        _report_mismatch(model, optimizers)
+        if optimizers:
+            model.train_step = _guarded(model, step)
+    checking = (one.scaler for one in optimizers if one.scaler.settings.check)
+    return next((functools.partial(_report_loss, one) for one in checking), None)
+
+
+def _report_loss(scaler: LossScaler, logs: Any) -> None:
+    """Report a loss that is inf or NaN, which compiled steps cannot do on all devices."""
+    loss = logs.get("loss") if isinstance(logs, Mapping) else None
+    # JAX reuses the state's memory: an error would lose it.
+    is_lost = BACKEND == "jax" and scaler.settings.nonfinite_loss == "raise"
+    if loss is not None and not is_lost and not bool(ops.all(ops.isfinite(loss))):
+        report_nonfinite_loss(scaler.settings, compute=scaler.compute)
 
 
 def _guarded(model: Any, step: Any) -> Any:

@@ -20,13 +20,14 @@ from keras import ops
 from polyamp.backends.keras.layers import amended, own_policy, remaining_policy, walk
 from polyamp.backends.keras.native import BACKEND, framework, is_sixteen_bit
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
-from polyamp.backends.keras.unstable import build_loss, variable_path
+from polyamp.backends.keras.unstable import build_loss, build_metrics_and_optimizer, variable_path
 from polyamp.diagnosis.lint import Facts, OptimizerState
 from polyamp.diagnosis.recording import Recording
-from polyamp.errors import InvalidTypeError, UsageError
+from polyamp.errors import InvalidTypeError, UsageError, unreported
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation
 from polyamp.policies import Policy
+from polyamp.unscaled import ScaledLosses
 
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function that returns the loss, and its arguments."""
@@ -47,8 +48,9 @@ def record(
     verb = framework().record
     if not isinstance(step, keras.Model):
         return verb(step, args, kwargs, policy, widened=widened, scale=scale)
-    (function, inputs), own = _step_of(step, args, kwargs), _scale_of(step)
+    own = _scale_of(step)
     used = own if scale is None else scale
+    function, inputs = _step_of(step, args, kwargs, used)
     with amended(step, policy):
         recorded = verb(function, inputs, {}, remaining_policy(step, policy), widened=widened, scale=used)
     named = (one._replace(name=variable_path(one.name)) for one in recorded.observations)
@@ -65,17 +67,42 @@ def _scale_of(model: Any) -> float | None:
     return None if factor is None else float(factor)
 
 
-def _step_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Step:
-    """Return the loss of a batch as ``fit`` computes it."""
+def _step_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], scale: float | None = None) -> Step:
+    """Return the loss of a batch as ``fit`` computes it; of a model with its own ``train_step``, that step."""
     _check(model, args, kwargs)
     batch = _as_tensors(args)
     build_loss(model, batch)
+    train_step = type(model).train_step
+    if train_step is not keras.Model.train_step:
+        return _own_step(model, train_step, batch, scale)
 
     def loss_of(x: Any, y: Any = None, sample_weight: Any = None) -> Any:
         predicted = model(x, training=True)
         return model.compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True)
 
     return _pure(model, loss_of, batch) if BACKEND == "jax" else (loss_of, batch)
+
+
+def _own_step(model: Any, train_step: Callable[..., Any], batch: tuple[Any, ...], scale: float | None) -> Step:
+    def data_of(batch: Sequence[Any]) -> Any:
+        return batch if len(batch) > 1 else batch[0]
+
+    build_metrics_and_optimizer(model, data_of(batch))
+    if BACKEND != "jax":
+        return lambda *batch: train_step(model, data_of(batch)), batch
+
+    def stateless(parameters: Mapping[str, Any], states: Sequence[Any], *batch: Any) -> Any:
+        return train_step(model, ([parameters[name] for name in trained], *states), data_of(batch))
+
+    trained = _by_path(model.trainable_variables)
+    parameters = {name: one.value for name, one in trained.items()}
+    optimizer = getattr(model, "optimizer", None)
+    groups = (model.non_trainable_variables, optimizer.variables if optimizer else (), model.metrics_variables)
+    states = [[one.value for one in group] for group in groups]
+    if scale is not None and isinstance(optimizer, LossScaledOptimizer):
+        place = next(i for i, one in enumerate(optimizer.variables) if one is optimizer.dynamic_scale)
+        states[1][place] = ops.full_like(states[1][place], scale)
+    return stateless, (parameters, states, *batch)
 
 
 def _as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:
@@ -160,13 +187,18 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         return found if optimizer is None else replace(found, optimizer=_kind_of(optimizer))
     chosen = getattr(target, "optimizer", None) if optimizer is None else optimizer
     known = Facts(BACKEND, policy)
+    losses = chosen.scaler.losses if isinstance(chosen, LossScaledOptimizer) else ScaledLosses()
+    began = losses.now()
     if args:
-        known = verb(*_step_of(target, args, kwargs), {}, remaining_policy(target, policy), None)
+        with unreported():
+            known = verb(*_step_of(target, args, kwargs), {}, remaining_policy(target, policy), None)
+    missed = (f"{type(target).__name__}.train_step",) if losses.were_missed(began) else ()
     low = [layer for layer in walk(target) if layer.compute_dtype == "float16" and not isinstance(layer, keras.Model)]
     return replace(
         known,
         policy=policy,
         optimizer=_kind_of(chosen),
+        unscaled=known.unscaled or missed,
         low_parameters=tuple(one.path for one in target.trainable_variables if is_sixteen_bit(one)),
         has_masters=isinstance(chosen, LossScaledOptimizer) and chosen.master_weights is not False,
         layer_policies=tuple((layer.path, layer.dtype_policy.name) for layer in low),

@@ -17,6 +17,8 @@ from keras.backend import standardize_dtype
 from polyamp.adapters import Adapter, adapter_named
 from polyamp.backends.keras.unstable import jax_trace
 from polyamp.errors import UnsupportedError
+from polyamp.scale import LossScale
+from polyamp.unscaled import ScaledLosses
 
 BACKEND: str = keras.backend.backend()
 SIXTEEN_BIT = ("float16", "bfloat16")
@@ -119,6 +121,21 @@ def places(tensors: Sequence[Any]) -> list[Any]:
     return []
 
 
+def place_of(tensor: Any) -> Any:
+    """Return what is being traced around a tensor; None in eager code."""
+    return next(iter(places([tensor])), None)
+
+
+def snapshot(value: Any) -> Any:
+    """Return a variable's value as it is now: torch assigns in place."""
+    return value.clone() if BACKEND == "torch" else value
+
+
+def is_functional() -> bool:
+    """Return whether several states of an optimizer may be in use, as on JAX and in replicas."""
+    return BACKEND == "jax" or in_strategy()
+
+
 def autocasts() -> bool:
     """Return whether an ambient autocast of the framework is active here."""
     if BACKEND == "tensorflow":
@@ -146,11 +163,20 @@ def update_scope() -> AbstractContextManager[Any]:
     return skipping.update_scope() if BACKEND == "tensorflow" else nullcontext()
 
 
-def update_if(finite: Any, update: Callable[[Sequence[Any]], None], grads: Sequence[Any], variables: list[Any]) -> None:
-    """Run ``update(grads)``, which assigns only to ``variables``, if ``finite``; else change no bit."""
+def update_if(
+    finite: Any,
+    update: Callable[[Sequence[Any]], None],
+    grads: Sequence[Any],
+    variables: list[Any],
+    losses: tuple[ScaledLosses, LossScale, str | None],
+) -> None:
+    """Run ``update(grads)``, which assigns only to ``variables``, if ``finite``; else change no bit.
+
+    A loss that was not finite is reported then, in graphs of TensorFlow.
+    """
     # The conditional runs on the device in TensorFlow graphs and in JAX programs, and on the host otherwise.
     if BACKEND == "tensorflow":
-        skipping.update_if(finite, update, grads)
+        skipping.update_if(finite, update, grads, skipping.report_of(*losses))
     elif platform_of(finite) is None:
         _update_functionally(finite, update, grads, variables)
     elif finite:

@@ -87,6 +87,8 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         UsageError: it is wrapped already.
     """
 
+    __module__ = "polyamp.backends.keras"  # what to import before a file is loaded; Keras' error names it
+
     def __init__(
         self,
         inner_optimizer: keras.optimizers.Optimizer,
@@ -262,6 +264,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def loss_scale(self) -> float:
         """The scale of the next loss. Waits for the device that holds it."""
+        self.scaler.losses.note_by_hand()
         return self.scaler.host_state.scale
 
     @property
@@ -322,7 +325,8 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         finite = in_all_replicas(finite)
         inner = self.inner_optimizer
         touched = {id(one): one for one in (*built_on(self), *built_on(inner), *inner.variables)}
-        update_if(finite, lambda chosen: self._update(chosen, variables), prepared, list(touched.values()))
+        losses = (self.scaler.losses, self.scaler.settings, self.scaler.compute)
+        update_if(finite, lambda chosen: self._update(chosen, variables), prepared, list(touched.values()), losses)
         self.scaler.advance(finite)
 
     def _prepared(self, grads: list[Any], variables: list[Any], is_unscaled: bool) -> list[Any]:

@@ -13,11 +13,12 @@ import keras
 from keras import ops
 from keras.backend import standardize_dtype
 
-from polyamp.backends.keras.native import platform_of, value_of, widened
+from polyamp.backends.keras.native import is_functional, place_of, platform_of, snapshot, value_of, widened
 from polyamp.backends.keras.unstable import layout_of
 from polyamp.errors import NONFINITE_LOSS, InvalidValueError, no_loss
 from polyamp.policies import report_missing_scale
 from polyamp.scale import LossScale, LossScaleState, advance, can_divide, on_host, report_limits, report_nonfinite_loss
+from polyamp.unscaled import ScaledLosses
 
 _UNKNOWN = LossScaleState(*[None] * len(LossScaleState._fields))
 _NAMES = ("dynamic_scale", "step_counter", *LossScaleState._fields[2:])  # Keras' class has variables with the first two
@@ -30,6 +31,7 @@ class LossScaler:
         self.settings = settings.in_float32()
         self.compute: str | None = None
         self.has_bad_loss = False
+        self.losses = ScaledLosses()
 
         def add(name: str, value: float) -> Any:
             # Keras' "int" has 32 bits on JAX and 64 elsewhere: TensorFlow keeps 32-bit integers in host memory, where
@@ -66,6 +68,7 @@ class LossScaler:
             report_nonfinite_loss(self.settings, compute=self.compute, found=shown, stacklevel=4)
         wide = widened(tensor)
         scale = value_of(self.variables.scale)
+        self.losses.note(place_of(scale), None if is_functional() else snapshot(scale), finite)
         return wide * ops.cast(ops.where(finite, scale, ops.full_like(scale, float("inf"))), wide.dtype)
 
     def why(self) -> str:
@@ -76,7 +79,8 @@ class LossScaler:
         """Return gradients divided by the loss scale, in float32 or wider."""
         if not self.settings.check:
             return list(grads)
-        scale = value_of(self.variables.scale)
+        current = value_of(self.variables.scale)
+        scale = self.losses.claim(place_of(current), current) if self.settings.scales else current
         if self.settings.max <= 2.0**126:
             return multiplied(grads, 1.0 / scale)
         # The inverse can be a subnormal number, which XLA and TensorFlow flush to zero.

@@ -6,6 +6,7 @@ A release may change any of it without notice; the tests of this file's users th
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -36,19 +37,41 @@ def added_weights(layer: Any) -> list[Any]:
     return list({id(variable): variable for variable in found if "float" in str(variable.dtype)}.values())
 
 
-def before_training(prepare: Callable[[Any], None]) -> None:
-    """Call a function with every model whose function for training is made from now on, as ``fit`` does at first."""
+def before_training(prepare: Callable[[Any], Callable[[Any], None] | None]) -> None:
+    """Call a function with every model whose function for training is made from now on, as ``fit`` does at first.
+
+    If it returns a function, that one gets the logs of every few calls of the function for training.
+    """
     # Not at `compile`: Python looks that method up before the argument that imports this adapter is evaluated.
     owner = next(kind for kind in keras.Model.__mro__ if "make_train_function" in vars(kind))
     original = vars(owner)["make_train_function"]
 
     @functools.wraps(original)
     def make_train_function(self: Any, force: bool = False) -> Any:
-        if force or self.train_function is None:
-            prepare(self)
-        return original(self, force)
+        if self.train_function is not None and not force:
+            return original(self, force)
+        look = prepare(self)
+        result = original(self, force)
+        if look is not None:
+            self.train_function = _looked_at(self.train_function, look)
+        return result
 
     owner.make_train_function = make_train_function
+
+
+_EVERY = 16  # calls; a look waits for the device
+
+
+def _looked_at(function: Callable[..., Any], look: Callable[[Any], None]) -> Callable[..., Any]:
+    calls = itertools.count()
+
+    def train_function(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if next(calls) % _EVERY == 0:
+            look(result[0] if isinstance(result, tuple) else result)  # on JAX, the state comes after the logs
+        return result
+
+    return train_function
 
 
 def built_on(optimizer: Any) -> list[Any]:
@@ -88,3 +111,9 @@ def build_loss(model: Any, batch: Sequence[Any]) -> None:
     loss = getattr(model, "_compile_loss", None)
     if loss is not None and not loss.built and len(batch) > 1:
         loss.build(batch[1], model(batch[0], training=False))
+
+
+def build_metrics_and_optimizer(model: Any, data: Any) -> None:
+    """Make a compiled model build all that its step uses, as ``fit`` does before the first one."""
+    if model.compiled:
+        model._symbolic_build(data_batch=data)

@@ -31,7 +31,7 @@ from tensorflow.python.framework import (
     tensor_util,
 )
 from tensorflow.python.framework.errors_impl import InaccessibleTensorError, NotFoundError
-from tensorflow.python.ops import array_ops, custom_gradient, gradients_util
+from tensorflow.python.ops import array_ops, control_flow_util, custom_gradient, gradients_util
 from tensorflow.python.training import optimizer
 from tensorflow.python.util import nest, tf_decorator
 
@@ -291,6 +291,11 @@ def graphs_around() -> list[Any]:
         graphs.append(graph)
         graph = getattr(graph, "outer_graph", None)
     return graphs
+
+
+def compiles_by_xla(graph: Any) -> bool:
+    """Return whether XLA will compile the function whose graph is built, as with ``jit_compile=True``."""
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
 
 
 # Changing a graph of TensorFlow 1.

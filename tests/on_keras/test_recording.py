@@ -151,8 +151,12 @@ def test_health_goes_to_hooks_and_logs() -> None:
 @pytest.mark.filterwarnings("ignore:the loss was not finite before scaling")
 @pytest.mark.parametrize(
     ("x", "every"),
-    [(np.tile(X * 1e6, (8, 1)), 2), (np.concatenate([X, X * 1e6] * 8), 8)],
-    ids=["in a row", "every other step"],
+    [
+        (np.tile(X * 1e6, (8, 1)), 2),
+        (np.concatenate([X, X * 1e6] * 8), 8),
+        (np.concatenate([X, X * 1e6] * 8), 1),
+    ],
+    ids=["in a row", "every other step", "at every step"],
 )
 def test_skips_are_judged_once_where_no_scale_helps(x: Any, every: int) -> None:
     model, verdicts = model_with(wrapped(init=2.0**8), dtype="mixed_float16"), list[Verdict]()

@@ -84,20 +84,51 @@ def test_gradients_alone_may_overflow() -> None:
     assert statistics(model) == before
 
 
-def test_a_model_that_was_compiled_before_polyamp_was_loaded_is_served_too() -> None:
-    """In one line, Python looks ``compile`` up before it evaluates the argument that loads the adapter."""
-    program = """
+FRESH = """
+import os, sys, warnings
 import keras, numpy as np, polyamp
-keras.config.set_dtype_policy("mixed_float16")
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization()])
-model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(0.05), "mixed_float16"), "mse")
-model.train_on_batch(np.full((16, 6), 1e9), np.zeros((16, 8)))
+assert "polyamp.backends.keras" not in sys.modules
+"""
+COMPILED = 'model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(0.05), "mixed_float16"), "mse")\n'
+PROMISES = {
+    "statistics are kept": """
+warnings.simplefilter("ignore")
+model.train_on_batch(np.full((16, 6), np.inf), np.zeros((16, 8)))
 assert not model.optimizer.last_step
 assert np.isfinite(np.concatenate(model.get_weights(), axis=None)).all()
+""",
+    "float32 is reported": """
+with warnings.catch_warnings(record=True) as shown:
+    model.fit(np.ones((4, 6)), np.zeros((4, 8)), verbose=0)
+assert ["trains in float32" in str(one.message) for one in shown].count(True) == 1
+""",
+}
+LOADED = """
+try:
+    keras.models.load_model(sys.argv[1])
+except TypeError as error:
+    assert "'polyamp.backends.keras'" in str(error)
+else:
+    assert "polyamp.backends.keras" in sys.modules
 """
-    environment = {**os.environ, "KERAS_BACKEND": ON}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+
+
+def in_a_fresh_process(program: str, *arguments: Any) -> None:
+    command = [sys.executable, "-c", FRESH + program, *map(str, arguments)]
+    done = subprocess.run(command, env={**os.environ, "KERAS_BACKEND": ON}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_the_line_that_compiles_may_be_the_first_one_of_the_adapter(promise: str) -> None:
+    """Python looks ``compile`` up before it evaluates the argument that loads the adapter."""
+    in_a_fresh_process(COMPILED + PROMISES[promise])
+
+
+def test_keras_error_names_what_to_import_before_a_file_is_loaded(tmp_path: Any) -> None:
+    made().save(tmp_path / "model.keras")
+    in_a_fresh_process(LOADED, tmp_path / "model.keras")
 
 
 def test_a_model_that_was_loaded_is_served_too(tmp_path: Any) -> None:

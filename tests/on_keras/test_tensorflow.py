@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +44,22 @@ def test_a_compiled_step_skips_without_a_trace(make: Any, jit_compile: bool) -> 
     step = train_step(opt, weight, jit_compile)
     step(tf.constant(3.0))
     before = [variable.numpy().tobytes() for variable in (weight, *opt.inner_optimizer.variables)]
-    step(tf.constant(np.inf))
+    with nullcontext() if jit_compile else pytest.warns(polyamp.PolyampWarning, match="the loss was not finite"):
+        step(tf.constant(np.inf))
     assert [variable.numpy().tobytes() for variable in (weight, *opt.inner_optimizer.variables)] == before
     assert (opt.last_step.applied, opt.loss_scale) == (False, 4.0)
     step(tf.constant(3.0))
     assert (opt.last_step.applied, int(opt.iterations)) == (True, 2)
 
 
-def test_what_fit_cannot_say_is_said_when_somebody_looks() -> None:
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_fit_says_once_that_the_loss_is_not_finite_and_the_rest_when_somebody_looks(jit_compile: bool) -> None:
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
     opt = polyamp.wrap_optimizer(keras.optimizers.SGD(), "mixed_float16", loss_scale=LossScale(max_skips=3))
-    model.compile(opt, "mse")
-    model.fit(np.full((12, 2), np.inf, "float32"), np.zeros((12, 1)), batch_size=4, verbose=0)
+    model.compile(opt, "mse", jit_compile=jit_compile)
+    with pytest.warns(polyamp.PolyampWarning, match="the loss was not finite") as shown:
+        model.fit(np.full((12, 2), np.inf, "float32"), np.zeros((12, 1)), batch_size=4, verbose=0)
+    assert ["not finite" in str(one.message) for one in shown].count(True) == 1
     with pytest.raises(polyamp.errors.LossScaleError, match="3 steps in a row"):
         _ = opt.last_step
     assert opt.loss_scale == 2.0**13
@@ -139,3 +144,88 @@ def test_float16_layers_and_an_optimizer_that_was_wrapped_without_a_policy_are_r
     model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(0.1)), loss="mse")
     with pytest.warns(polyamp.PolyampWarning, match="wrapped without a loss scale"):
         model.train_on_batch(np.ones((4, 4), "float32"), np.ones((4, 2), "float32"))
+
+
+class OwnStep(keras.Model):
+    """A model as in Keras' guides, which is compiled without a loss."""
+
+    scales = True
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(keras.losses.mean_squared_error(y, self(x, training=True)))
+            scaled = self.optimizer.scale_loss(loss) if self.scales else loss
+        self.optimizer.apply(tape.gradient(scaled, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+def own_step(scales: bool, hot: float = 1.0) -> tuple[OwnStep, Any, Any]:
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(16, "relu", name="hot")
+    model = OwnStep(inputs, layers.Dense(2, name="head")(hidden(inputs)))
+    model.scales = scales
+    hidden.kernel.assign(hidden.kernel * hot)
+    polyamp.convert(model, "mixed_float16")
+    opt = polyamp.wrap_optimizer(keras.optimizers.SGD(0.1), "mixed_float16", loss_scale=LossScale(init=2.0**8))
+    model.compile(opt)
+    return model, np.ones((4, 6), "float32"), np.ones((4, 2), "float32")
+
+
+def test_tools_follow_a_models_own_step() -> None:
+    model, x, y = own_step(True)
+    assert not polyamp.lint(model, x, y).errors
+    assert {one.format for one in polyamp.explain(model, x, y).operations if one.name == "matmul"} > {"float16"}
+    assert 2.0**8 in polyamp.probe(model, x, y).window  # type: ignore[operator]
+    assert polyamp.diagnose(model, x, y).kind == "finite"
+    verdict = polyamp.diagnose(*own_step(True, hot=1e6))
+    assert (verdict.kind, verdict.is_cured, ["hot" in rule for rule in verdict.rules]) == ("forward", True, [True])
+
+
+def test_a_loss_that_nobody_scaled_is_found_and_said_once() -> None:
+    model, x, y = own_step(False)
+    assert [one.code for one in polyamp.lint(model, x, y).errors] == ["unscaled-loss"]
+    with pytest.warns(polyamp.PolyampWarning, match="no loss was scaled") as shown:
+        model.fit(x, y, epochs=2, verbose=0)
+    assert len(shown) == 1
+
+
+def grown(weight: Any) -> LossScaledOptimizer:
+    opt = LossScaledOptimizer(keras.optimizers.SGD(0.125), LossScale(init=8.0, interval=1))
+    opt.build([weight])
+    return opt
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, tf.function], ids=["eager", "function"])
+def test_gradients_of_two_losses_are_right_though_the_scale_grows_in_between(wrap: Any) -> None:
+    weight = keras.Variable([1.0, -1.0])
+    opt = grown(weight)
+
+    def step() -> None:
+        with tf.GradientTape(persistent=True) as tape:
+            losses = [opt.scale_loss(tf.reduce_sum(weight.value)) for _ in range(2)]
+        for grad in [tape.gradient(loss, weight.value) for loss in losses]:
+            opt.apply([grad], [weight])
+
+    run = wrap(step)
+    for turn in (1, 2):
+        run()
+        assert weight.numpy().tolist() == [1 - turn / 4, -1 - turn / 4]
+
+
+def test_gradients_of_a_loss_that_another_optimizer_scaled_are_refused() -> None:
+    weights = [keras.Variable([1.0]), keras.Variable([1.0])]
+    first, second = map(grown, weights)
+
+    def step(opt: LossScaledOptimizer, *others: LossScaledOptimizer) -> None:
+        with tf.GradientTape(persistent=True) as tape:
+            loss = opt.scale_loss(tf.reduce_sum(weights[0].value) + tf.reduce_sum(weights[1].value))
+        for one in (opt, *others):
+            weight = weights[(first, second).index(one)]
+            one.apply([tape.gradient(loss, weight.value)], [weight])
+
+    step(first)
+    with pytest.raises(polyamp.errors.UsageError, match="scaled by another optimizer"):
+        step(first, second)
+    step(second)
+    assert [one.numpy().tolist() for one in weights] == [[0.75], [0.875]]

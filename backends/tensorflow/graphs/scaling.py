@@ -144,7 +144,14 @@ def misscaled(decisions: Pass, traced: Any) -> tuple[tuple[str, ...], tuple[str,
 
 def _scaled(handles: Dependence) -> Dependence:
     """Return the values that depend on a read of a loss scale outside the update."""
-    return Dependence(lambda decisions: _reads(decisions, handles.anywhere(decisions), in_update=False))
+    return Dependence(
+        lambda decisions: [
+            value
+            for node in _reads(decisions, handles.anywhere(decisions))
+            if not _is_update(node)
+            for value in node.outputs
+        ]
+    )
 
 
 def _scale_handles(traced: Any) -> list[Any]:
@@ -164,16 +171,15 @@ def _is_update(node: Node) -> bool:
     return UPDATE_SCOPE in node.name.split("/")
 
 
-def _reads(decisions: Pass, handles: set[str], *, in_update: bool) -> list[str]:
-    """Return values that are read from these variables, inside the update or outside it."""
-    reads = (node for node in decisions.graph.nodes if node.op == "ReadVariableOp" and node.inputs[0] in handles)
-    return [value for node in reads if _is_update(node) == in_update for value in node.outputs]
+def _reads(decisions: Pass, handles: set[str]) -> Iterator[Node]:
+    """Yield the reads of these variables."""
+    return (node for node in decisions.graph.nodes if node.op == "ReadVariableOp" and node.inputs[0] in handles)
 
 
 def _unscaled_values(decisions: Pass, handles: set[str]) -> list[str]:
     """Return the gradients that are divided by the loss scale: the update multiplies them by a value made from it."""
     graph = decisions.graph
-    found, grads = set(_reads(decisions, handles, in_update=True)), list[str]()
+    found, grads = {value for node in _reads(decisions, handles) for value in node.outputs}, list[str]()
     for node in graph.nodes if found else ():
         if not _is_update(node) or found.isdisjoint(node.inputs):
             continue

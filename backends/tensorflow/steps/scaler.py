@@ -22,6 +22,7 @@ from polyamp.backends.tensorflow.steps.skipping import (
     apply_gradients,
     decision,
     outside_update_scope,
+    report_of,
     summed,
     update_if,
     update_scope,
@@ -47,6 +48,7 @@ from polyamp.scale import (
     report_limits,
     report_nonfinite_loss,
 )
+from polyamp.unscaled import ScaledLosses
 
 _SCALING_ALREADY = {"LossScaleOptimizer", "LossScaledOptimizer", "MixedPrecisionLossScaleOptimizer"}
 
@@ -91,6 +93,7 @@ class LossScaler(tf.Module):
         self.settings = chosen.in_float32()
         self.compute = None if isinstance(settings, LossScale) else make_policy(settings).compute
         self._has_bad_loss = False
+        self._losses = ScaledLosses()
         self.max_grad_norm = norm_limit(max_grad_norm, "LossScaler")
         names = ("loss_scale", *LossScaleState._fields[1:])
         self.scalars = list(map(_new_scalar, names, self.settings.initial_state()))
@@ -124,6 +127,7 @@ class LossScaler(tf.Module):
             report_nonfinite_loss(self.settings, compute=self.compute, found=tensor.numpy(), stacklevel=3)
         wide = tf.cast(tensor, tf.float32) if tensor.dtype in SIXTEEN_BIT else tensor
         scale = tf.convert_to_tensor(self.scalars[0])
+        self._losses.note(_place(), None if tf.distribute.has_strategy() else scale, finite)
         return wide * tf.cast(tf.where(finite, scale, float("inf")), wide.dtype)
 
     def unscale(self, grads: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
@@ -143,6 +147,8 @@ class LossScaler(tf.Module):
         with update_scope():
             scale = tf.convert_to_tensor(self.scalars[0])
             finite = tf.logical_and(all_finite(grads), can_divide(scale))
+            if self.settings.scales:
+                scale = self._losses.claim(_place(), scale)
             return unscaled(grads, scale, self.settings.max), decision(all_replicas(finite))
 
     def step(
@@ -205,6 +211,7 @@ class LossScaler(tf.Module):
     @property
     def loss_scale(self) -> float:
         """The scale of the next loss. Only outside graphs; reading it waits for the device."""
+        self._losses.note_by_hand()
         return float(self.scalars[0].numpy())
 
     @property
@@ -239,7 +246,7 @@ class LossScaler(tf.Module):
             update_if(finite, update, plain)
             return StepResult(self._advanced_on_host(bool(finite)), explain=self._why())
         state = advance(self.settings, self.state, finite, _where)
-        applied = update_if(finite, update, plain)
+        applied = update_if(finite, update, plain, report_of(self._losses, self.settings, self.compute))
         with after([applied]):  # and therefore after the unscaling has read the scale
             return self._result(state, self._assign(state))
 
@@ -297,6 +304,11 @@ def _where(condition: Any, if_true: Any, if_false: Any) -> tf.Tensor:
     """Select like ``tf.where``; a Python number gets the type of the tensor next to it."""
     dtype = next((value.dtype for value in (if_true, if_false) if tf.is_tensor(value)), tf.int64)
     return tf.where(condition, tf.cast(if_true, dtype), tf.cast(if_false, dtype))
+
+
+def _place() -> Any:
+    """Return the graph that is being built; None in eager code."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def _is_on_cpu(tensor: tf.Tensor) -> bool:

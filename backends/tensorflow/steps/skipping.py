@@ -12,6 +12,7 @@ code has no graph, and no cost here.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,8 +22,10 @@ import tensorflow as tf
 
 from polyamp.adapters import FINITE, UPDATE_SCOPE
 from polyamp.backends.tensorflow.graphs.graph import Graph, Node, NodeDef
-from polyamp.backends.tensorflow.unstable import graphs_around
-from polyamp.errors import UnsupportedError, UsageError
+from polyamp.backends.tensorflow.unstable import compiles_by_xla, graphs_around
+from polyamp.errors import PolyampWarning, UnsupportedError, UsageError
+from polyamp.scale import LossScale, report_nonfinite_loss
+from polyamp.unscaled import ScaledLosses
 
 _WITHOUT_COMMON_STEP = {
     "ParameterServerStrategy": "its workers step at different times, so the loss scale may change between the loss of "
@@ -87,10 +90,18 @@ def places(_: Sequence[Any] = ()) -> list[Any]:
     return [tf.distribute.get_replica_context()] if tf.distribute.has_strategy() else []
 
 
-def update_if(finite: tf.Tensor, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any]) -> tf.Tensor:
-    """Run ``update(grads)``, which returns an operation or None, if ``finite``: in every replica or in none."""
+def update_if(
+    finite: tf.Tensor,
+    update: Callable[[Sequence[Any]], Any],
+    grads: Sequence[Any],
+    report: Callable[[], Any] = lambda: None,
+) -> tf.Tensor:
+    """Run ``update(grads)``, which returns an operation or None, if ``finite``: in every replica or in none.
+
+    If the step is skipped, run ``report()``, which returns such an operation too, except in replicas.
+    """
     if not tf.distribute.has_strategy():
-        return _run_if(finite, lambda: update(grads))
+        return _run_if(finite, lambda: update(grads), report)
 
     # An optimizer's update merges replicas, even a single one, and TensorFlow forbids that inside a conditional of a
     # replica. So the conditional is put around the replicas.
@@ -98,17 +109,33 @@ def update_if(finite: tf.Tensor, update: Callable[[Sequence[Any]], Any], grads: 
         def run() -> Any:
             return strategy.group(strategy.extended.call_for_each_replica(update, args=(per_replica,)))
 
-        return _run_if(strategy.experimental_local_results(decided)[0], run)
+        return _run_if(strategy.experimental_local_results(decided)[0], run, lambda: None)
 
     return replica_context().merge_call(across, args=(finite, list(grads)))
 
 
-def _run_if(finite: tf.Tensor, run: Callable[[], Any]) -> tf.Tensor:
-    def apply() -> tf.Tensor:
-        with after([run()]):
-            return tf.constant(True)
+def _run_if(finite: tf.Tensor, run: Callable[[], Any], report: Callable[[], Any]) -> tf.Tensor:
+    def done(action: Callable[[], Any], result: bool) -> tf.Tensor:
+        with after([action()]):
+            return tf.constant(result)
 
-    return tf.cond(finite, apply, lambda: tf.constant(False))
+    return tf.cond(finite, lambda: done(run, True), lambda: done(report, False))
+
+
+def report_of(losses: ScaledLosses, settings: LossScale, compute: str | None) -> Callable[[], Any]:
+    """Return a function for `update_if` that makes an operation, which reports a loss that was not finite."""
+    place = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    if place is None or compiles_by_xla(place) or not losses.are_here(place):
+        return lambda: None  # XLA has no such operation; in eager code the loss was reported when it was scaled
+
+    def report(finite: Any) -> None:
+        try:
+            if not finite:
+                report_nonfinite_loss(settings, compute=compute)
+        except PolyampWarning as warning:  # warnings are errors here, and an error in a graph leaves half a step
+            logging.getLogger("polyamp").warning("%s", warning)
+
+    return lambda: tf.numpy_function(report, [losses.finite], [])
 
 
 def after(operations: Sequence[Any]) -> AbstractContextManager[Any]:

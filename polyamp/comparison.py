@@ -1,4 +1,4 @@
-"""Compare runs of each policy with runs in float32: the statistics, the verdict and the table.
+"""Compare runs of each policy with runs in float32: the statistics, the verdict, the table and the picture.
 
 The statistics of `polyamp.parity`: two one-sided t-tests of a difference of means, and when they are looked at.
 
@@ -26,10 +26,10 @@ from statistics import mean, variance
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from polyamp.errors import missing
-from polyamp.report import Report, finite, plural
+from polyamp.report import Report, figure_for, finite, plural, save_figure
 
 if TYPE_CHECKING:
-    pass
+    from os import PathLike
 
 
 # --- two one-sided t-tests --------------------------------------------------------------------------------------------
@@ -147,6 +147,7 @@ ASSUMPTIONS = (
     "mean differences follow a t distribution: runs in 16 bits that fail only once in a while are not excluded",
     "every policy is judged by itself: of 20 verdicts at the edge of the margin one is wrong, at 5 %",
 )
+COLOURS = {"equivalent": "#2e7d5b", "worse": "#c0392b", "better": "#1f5fa8", "not yet known": "grey"}
 
 
 class Run(NamedTuple):
@@ -406,6 +407,32 @@ class Parity(Report):
                 yield f"This task cannot tell: no negative control of {one.name} failed: {listed}."
                 yield "A smaller margin, a smaller learning rate or more steps may tell."
 
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw every seed's difference from float32, the mean with its interval, and the margin, into an image file.
+
+        Raises:
+            InvalidValueError: the file's ending does not name an image format.
+            MissingFrameworkError: matplotlib is not installed.
+        """
+        figure = figure_for(path, (9, 1.6 + 0.55 * len(self.ways)))
+        axis = figure.subplots()
+        limit = finite(self.ways[0].limit) or 0.0  # not known if it is a share and float32 diverged
+        axis.axvspan(-limit, limit, color=COLOURS["equivalent"], alpha=0.12, lw=0, label="margin")
+        axis.axvline(0, color="black", lw=0.8)
+        shown = [way.difference for way in self.comparisons if way.difference is not None]
+        reach = max([2 * limit, *(1.3 * max(abs(one.low), abs(one.high)) for one in shown)])
+        if reach:
+            axis.set_xlim(-reach, reach)  # a control that fails may lie far outside
+        for place, way in enumerate(self.ways):
+            _draw(axis, place, way)
+        labels = [f"{'control: ' if way.control else ''}{way.name}\n{way.verdict}" for way in self.ways]
+        axis.set_yticks(range(len(labels)), labels)
+        axis.set_ylim(len(labels) - 0.5, -0.5)
+        axis.set(xlabel=f"{self.question.metric}: difference from float32", title=self.name)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=9, loc="lower right")
+        save_figure(figure, path)
+
 
 def _row(way: Comparison) -> tuple[str, ...]:
     found, differences = way.difference, ("", "", "")
@@ -435,3 +462,18 @@ def _conclusion(one: Comparison) -> str:
     if not reason and one.verdict == "equivalent" and found is not None and (found.low > 0 or found.high < 0):
         reason = f"the difference, {found.mean:+.2g}, is more than chance"
     return f"{one.name} {said[one.verdict]}{f': {reason}' if reason else ''}."
+
+
+def _draw(axis: Any, place: int, way: Comparison) -> None:
+    colour, found, metric = COLOURS[way.verdict], way.difference, way.question.metric
+    if way.question.is_paired:
+        pairs = zip(way.runs, way.reference, strict=True)
+        differences = [run.value(metric) - other.value(metric) for run, other in pairs]
+        seeds = list(filter(math.isfinite, differences))
+        axis.plot(seeds, [place] * len(seeds), "|", color=colour, alpha=0.6, ms=10)
+    if found is not None:
+        axis.errorbar(found.mean, place, xerr=found.reach, fmt="o", color=colour, capsize=4)
+        left, right = axis.get_xlim()
+        if found.low > right or found.high < left:
+            edge, side = (right, "right") if found.mean > 0 else (left, "left")
+            axis.annotate("outside", (edge, place), color=colour, ha=side, va="center")

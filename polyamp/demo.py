@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from io import BytesIO
-from pathlib import PurePath
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -18,9 +16,9 @@ from rich.table import Table
 
 from polyamp import adapters
 from polyamp.adapters import Adapter
-from polyamp.errors import InvalidValueError, MissingFrameworkError, PolyampError, missing
+from polyamp.errors import MissingFrameworkError, PolyampError, missing
 from polyamp.policies import policy
-from polyamp.report import write_whole
+from polyamp.report import figure_for, save_figure
 from polyamp.scale import LossScale, StepResult
 
 # The scale grows every 40 steps instead of 2 000, so that a short run shows growth, an overflow and a skipped step.
@@ -153,12 +151,8 @@ def report(adapters: Iterable[Adapter], done: list[Run]) -> dict[str, Any]:
 
 def plot(done: list[Run], path: str) -> None:
     """Draw loss and loss scale over the steps into an image file, one column per framework."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise missing("matplotlib", extra="plot") from error
     frameworks = list(dict.fromkeys(run.framework for run in done))
-    figure, image = Figure(figsize=(4.5 * len(frameworks), 6), layout="constrained"), BytesIO()
+    figure = figure_for(path, (4.5 * len(frameworks), 6))
     axes = figure.subplots(2, len(frameworks), sharex=True, sharey="row", squeeze=False)
     for run in done:
         above, below = axes[:, frameworks.index(run.framework)]
@@ -171,9 +165,4 @@ def plot(done: list[Run], path: str) -> None:
     axes[0, 0].set_ylabel("training loss (nats)")
     axes[1, 0].set_ylabel("loss scale")
     axes[0, 0].legend(frameon=False)
-    try:
-        figure.savefig(image, dpi=150, format=PurePath(path).suffix.lstrip(".").lower() or "png")
-    except ValueError as error:
-        fix = "name the file, for example, demo.png"
-        raise InvalidValueError("no image format has this ending", where=path, found=error, fix=fix) from error
-    write_whole(path, image.getvalue())
+    save_figure(figure, path)

@@ -116,7 +116,7 @@ def parity(
             ``(runs done, runs in all, text)``.
 
     Returns:
-        A `Parity`. It prints as a table, and has `as_dict` and `save`.
+        A `Parity`. It prints as a table, and has `as_dict`, `save` and `plot`.
 
     Raises:
         InvalidTypeError: ``train`` is not such a function, or returns no metric.

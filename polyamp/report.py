@@ -7,9 +7,11 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from io import BytesIO
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from polyamp.errors import InvalidValueError, brief
+from polyamp.errors import InvalidValueError, brief, missing
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -120,3 +122,33 @@ def write_whole(path: str | PathLike[str], content: bytes) -> None:
 def finite(value: float | None) -> float | None:
     """Return a number for JSON: None for inf and NaN."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def figure_for(path: str | PathLike[str], size: tuple[float, float]) -> Any:
+    """Return an empty figure of matplotlib, for an image file."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise missing("matplotlib", extra="plot") from error
+    figure = Figure(figsize=size, layout="constrained")
+    known = figure.canvas.get_supported_filetypes()
+    if _ending(path) not in known:
+        raise InvalidValueError(
+            "no image format has this ending",
+            where="plot(path)",
+            found=repr(str(path)),
+            allowed=", ".join(f".{ending}" for ending in sorted(known)),
+            fix="name the file, for example, parity.png",
+        )
+    return figure
+
+
+def save_figure(figure: Any, path: str | PathLike[str]) -> None:
+    """Write a figure into an image file."""
+    image = BytesIO()
+    figure.savefig(image, dpi=150, format=_ending(path))
+    write_whole(path, image.getvalue())
+
+
+def _ending(path: str | PathLike[str]) -> str:
+    return PurePath(path).suffix.lstrip(".").lower()

@@ -28,6 +28,7 @@ _STEP = (
 StepTarget = Annotated[str, typer.Argument(help=_STEP, metavar="MODULE:FUNCTION", show_default=False)]
 PolicyName = Annotated[str | None, typer.Option("--policy", help="Policy, by name; mixed_float16 by default.")]
 JsonFile = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON; - is standard output.")]
+PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw a picture into this image file.")]
 Engine = Annotated[str | None, typer.Option("--engine", help="rewrite, or in PyTorch autocast.")]
 Scale = Annotated[float | None, typer.Option("--scale", help="Loss scale; by default that of the step or policy.")]
 Backend = Annotated[str | None, typer.Option("--backend", help="torch, jax, tensorflow or keras, if it is unclear.")]
@@ -53,6 +54,7 @@ def diagnose(
     policy: PolicyName = None,
     scale: Scale = None,
     json: JsonFile = None,
+    plot: PlotFile = None,
     backend: Backend = None,
 ) -> None:
     """Report what is wrong with a step in 16 bits, which loss scales are safe, and what to do.
@@ -64,6 +66,8 @@ def diagnose(
     verdict = step.call(diagnose_step, policy=policy, backend=backend, scale=scale)
     values = {**verdict.as_dict(), "probe": verdict.probe.as_dict(), "lint": found.as_dict()}
     show([found, verdict.probe, verdict], values, json)
+    if plot is not None:
+        verdict.probe.plot(plot)
     _end(bool(found.errors or found.warnings or verdict.kind not in ("finite", "scale") or not verdict.probe.is_safe))
 
 

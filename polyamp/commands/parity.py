@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from polyamp.commands.diagnosis import JsonFile
-from polyamp.commands.show import check_file, printing_elsewhere, show
+from polyamp.commands.diagnosis import JsonFile, PlotFile
+from polyamp.commands.show import check_files, printing_elsewhere, show
 from polyamp.commands.target import training_of
 from polyamp.comparison import FIRST_LOOK
 from polyamp.equivalence import parity as train_over_seeds
@@ -43,12 +43,13 @@ def parity(
         str | None, typer.Option(metavar="FILE", help="Add every run to this file, and take those it has from there.")
     ] = None,
     json: JsonFile = None,
+    plot: PlotFile = None,
 ) -> None:
     """Train over seeds in float32 and under policies, and report whether the results are equivalent.
 
     Exit code 3: a policy is worse. 4: not yet known, more seeds are needed. 5: the task cannot tell.
     """
-    check_file(json)
+    check_files(json, plot)
     options = {"policy": policy, "seeds": seeds, "margin": margin, "metric": metric, "better": better, "alpha": alpha}
     options |= {"controls": controls, "stop_early": stop_early, "first_seed": first_seed, "keep": keep}
     try:
@@ -59,5 +60,7 @@ def parity(
         print(f"\ninterrupted: {kept}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
     show([found], found.as_dict(), json)
+    if plot is not None:
+        found.plot(plot)
     if code := CODES[found.verdict]:
         raise typer.Exit(code)

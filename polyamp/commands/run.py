@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from polyamp.commands.show import check_file
+from polyamp.commands.show import check_files
 from polyamp.diagnosis.health import health
 from polyamp.errors import InvalidValueError
 from polyamp.policies import Policy
@@ -49,7 +49,7 @@ def run(
             allowed="a Python file, or a folder with __main__.py; after -m the name of a module",
             fix="options of polyamp run come before the script, the script's own after it",
         )
-    check_file(None if report is None else str(report))
+    check_files(None if report is None else str(report))
     chosen = None if policy is None else make_policy(policy)
     hook, sys.excepthook = sys.excepthook, sys.__excepthook__  # typer's is not the one that a script expects
     try:

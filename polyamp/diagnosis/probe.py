@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from polyamp.adapters import offering, too_deep
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording, Rounding, rounding
@@ -23,6 +23,9 @@ from polyamp.policies import Policy, current_policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report, finite, power, share
 from polyamp.scale import LossScale
+
+if TYPE_CHECKING:
+    from os import PathLike
 
 NOISE = 2.0**-20
 """Parameter gradients below this share of the step's largest gradient set no lower limit.
@@ -142,6 +145,18 @@ class Probe(Report):
             "smallest_scale": self.need(one),
             "largest_scale": finite(spread.largest_scale(self.format)),
         }
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw a heat map of all tensors over powers of two, with the format's limits, into an image file."""
+        from polyamp.diagnosis.pictures import draw_probe
+
+        window, scale = self.window, self.recommended.init
+        about = "no loss scale is needed"
+        if window is not None:
+            about = f"of gradients at a loss scale of {power(scale)}; safe are {window}"
+        policy = self.recording.policy.partition(" ")[0]
+        title = f"{self.recording.framework}, {policy}: limits of {self.format}, {about}"
+        draw_probe(path, title, self.recording, format_of(self.format), scale)
 
     def heading(self) -> str:
         """Return which step was examined."""

@@ -114,8 +114,10 @@ class TestCommand:
         refused = code == 1 and isinstance(done.exception, (InvalidValueError, UsageError))
         assert done.exit_code == code or refused, done.output
 
-    @pytest.mark.parametrize("words", [["--json", "none/o.json"], ["--json", "."]])
+    @pytest.mark.parametrize("words", [["--json", "none/o.json"], ["--json", "."], ["--plot", "o.text"]])
     def test_a_file_that_cannot_be_written_is_refused_before_training(self, tmp_path: Path, words: list[str]) -> None:
+        if "--plot" in words:
+            pytest.importorskip("matplotlib")
         done = CliRunner().invoke(app, ["parity", "programs:ends", *words])
         assert isinstance(done.exception, InvalidValueError)
         assert not (tmp_path / "trained").exists()

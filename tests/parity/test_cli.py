@@ -113,11 +113,11 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 @pytest.mark.slow
 @FRAMEWORKS
-def test_diagnose_prints_and_saves(
+def test_diagnose_prints_saves_and_draws(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, framework: str
 ) -> None:
-    report = tmp_path / "step.json"
-    words = ("--policy", "mixed_bfloat16", "--json", str(report))  # a plain optimizer will do
+    report, picture = tmp_path / "step.json", tmp_path / "step.png"
+    words = ("--policy", "mixed_bfloat16", "--json", str(report), "--plot", str(picture))  # a plain optimizer will do
     assert run(monkeypatch, "diagnose", f"{framework}_target:step", *words) == 0
     shown = capsys.readouterr().out
     assert "recommended: LossScale.skip_nonfinite()" in shown
@@ -126,6 +126,7 @@ def test_diagnose_prints_and_saves(
     assert (saved["verdict"], saved["probe"]["format"]) == ("finite", "bfloat16")
     assert saved["probe"]["loss"] == pytest.approx(LOSS, abs=1e-4)
     assert not [finding for finding in saved["lint"]["findings"] if finding["severity"] != "note"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

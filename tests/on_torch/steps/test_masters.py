@@ -126,3 +126,21 @@ def test_float32_moments_of_16_bit_parameters_are_loaded_in_float32() -> None:
     opts[0].step()
     opts[1].load_state_dict(opts[0].state_dict())
     assert torch.equal(opts[1].state[weights[1]]["moment"], torch.full((2,), 0.1))
+
+
+@pytest.mark.parametrize("limit", [None, 1.0])
+def test_what_masters_and_float32_parameters_beside_them_changed_counts_when_a_later_loss_adds(
+    limit: float | None,
+) -> None:
+    low, full = torch.nn.Parameter(torch.tensor([1.0, 2.0]).half()), torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+    plain = torch.optim.SGD([low, full], lr=0.125)
+    opt = polyamp.wrap_optimizer(plain, "float16", loss_scale=polyamp.LossScale(init=256.0))
+    opt.backward((low.float() * full).sum())
+    opt.unscale_() if limit is None else opt.clip_grad_norm_(limit)
+    opt.backward((low.float() * full).sum())
+    opt.step()
+    share = 1.0 if limit is None else limit / math.sqrt(1 + 4 + 9 + 16)
+    expected = torch.tensor([1 - 0.125 * 3 * (1 + share), 2 - 0.125 * 4 * (1 + share)])
+    torch.testing.assert_close(low.detach().float(), expected, rtol=2e-3, atol=0)
+    expected = torch.tensor([3 - 0.125 * (1 + share), 4 - 0.125 * 2 * (1 + share)])
+    torch.testing.assert_close(full.detach(), expected, rtol=2e-3, atol=0)

@@ -302,10 +302,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         _check_norm(max_norm)
         if LISTENERS:
             update_begins()
-        norm = self._unscale_now(scaled).clip(max_norm)
-        if self.masters is not None and self.witness.taken_from is not None:
-            self.masters.give_back(self.witness.taken_from.factor)
-        return norm
+        return self._unscale_now(scaled).clip(max_norm)
 
     @not_traced
     def step(self, closure: Callable[[], Any] | None = None, *, scaled: bool | None = None) -> Any:

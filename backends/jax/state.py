@@ -138,8 +138,9 @@ def find_state(holder: Any, *others: Any) -> LossScaleOptState:
         fix = "swap the arguments, opt_state comes first: value_and_grad(fun, policy)(opt_state, params, *args)"
     elif _is_restored(holder):
         fix = "restore the checkpoint with a target that has the types, such as jax.eval_shape(tx.init, params)"
+    count = "there are several states" if found else "there is no state"
     raise UsageError(
-        f"there {'are several states' if found else 'is no state'} of a wrapped optimizer in this tree",
+        f"{count} of a wrapped optimizer in this tree",
         where=_HOLDER,
         found=f"{len(found)} in {type(holder).__name__}",
         allowed="one",

@@ -1,7 +1,7 @@
 """`polyamp run` for TensorFlow: the removed graph rewrite for scripts that use it, and a policy for others.
 
 Under a policy, products run in 16 bits wherever they are. Keras' own training step scales its loss and skips, by the
-keras adapter. Gradients that the script takes itself are refused in float16; in bfloat16 the report says "not checked".
+keras adapter. Gradients that the script takes itself are refused in float16, and reported as "not checked" in bfloat16.
 """
 
 from __future__ import annotations

@@ -281,7 +281,7 @@ class Witness:
             raise not_cleared(where="step(), unscale_(), clip_grad_norm_()")
         if self._is_mixed:
             raise _mixed()
-        if self.left is not None:
+        if self.left is not None and not self.left.is_there():
             self.scaling = None
         if self._has_unscaled and (own.multiplies or not (self.scaling is None or self.scaling.factor == 1.0)):
             raise _loss_not_scaled(partly=self.scaling is not None)
@@ -308,6 +308,8 @@ class Witness:
         owner, own, other = self._owner(), self.scaling, begun.scaling
         if self._has_unscaled or self._is_mixed or self._was_left:
             self._keep_after_write()
+        if self._task == begun.task and begun.scaling is None:  # the part that nobody scaled was the first to arrive
+            self._is_mixed = True
         if owner is None or other is None:
             return
         if own is None:

@@ -428,6 +428,15 @@ def differentiates_a_scaled_and_an_unscaled_loss_in_one_pass(wrap: Any, p: Any) 
     opt.step()
 
 
+@right_or_refused
+def reaches_one_parameter_by_an_unscaled_part_of_a_pass_and_another_by_a_scaled_one(
+    wrap: Any, p: Any, q: Any, r: Any
+) -> None:
+    opt, other = wrap(sgd(p), loss_scale=16.0), wrap(sgd(q, r), loss_scale=LossScale.fixed(1.0))
+    torch.autograd.backward([opt.scale(S(r)), S(p) + 2 * S(q)])
+    other.step()
+
+
 # --- what is not to be refused ----------------------------------------------------------------------------------------
 
 
@@ -451,6 +460,15 @@ def goes_on_after_a_refusal_without_its_first_parameter(wrap: Any, p: Any, q: An
         opt.backward(S(q))
         opt.step()
         opt.zero_grad()
+
+
+@right
+def steps_twice_on_one_gradient_without_checks(wrap: Any, p: Any, q: Any) -> None:
+    opt, other = wrap(sgd(p), loss_scale=LossScale.none()), wrap(sgd(q), loss_scale=16.0)
+    opt.backward(S(p))
+    opt.step()
+    other.backward(2 * S(q))
+    opt.step()
 
 
 @right

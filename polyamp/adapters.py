@@ -348,21 +348,6 @@ def adapters_within(*objects: object) -> list[Adapter]:
     return []
 
 
-def adapter_offering(name: str, *objects: object) -> Adapter | None:
-    """Find the adapter that offers the verb ``name`` for these objects."""
-    # Plain values and NumPy arrays do not show their framework, although some frameworks accept them. Tried in order:
-    # the objects' types; the framework that a function's code names; an adapter that owns one of the objects; the only
-    # loaded adapter that offers the verb. If none of them offers it, return the first adapter found, or None.
-    leaves = list(_walk(objects))
-    typed, found = _found(leaves, _by_root), _found(leaves)
-    named = next(filter(None, (adapter_named_in(name, leaf) for leaf in leaves)), None)
-    candidates = [*typed, *filter(None, [named]), *found]
-    if offering := [adapter for adapter in candidates if hasattr(adapter, name)]:
-        return offering[0]
-    others = [adapter for adapter in loaded() if hasattr(adapter, name)]
-    return others[0] if len(others) == 1 else next(iter(found), None)
-
-
 def adapter_named_in(name: str, fn: object) -> Adapter | None:
     """Return the adapter with the verb ``name`` whose framework a function's code uses; None if there are several."""
     roots = {root for obj in _named_in(fn) for root in _roots_of(obj)}
@@ -533,5 +518,15 @@ def offering(
     verb: str, backend: str | None, objects: Any, options: Mapping[str, Any] | None = None, *, where: str
 ) -> Adapter:
     """Return the named adapter, or else one that has the verb: from the objects, or the only loaded one that has it."""
-    found = adapter_offering(verb, objects) if backend is None else None
-    return having(adapter_for(backend, objects, where=where) if found is None else found, verb, options)
+    if backend is not None:
+        return having(adapter_named(backend), verb, options)
+    # Plain values and NumPy arrays do not show their framework, although some frameworks accept them. Tried in order:
+    # the objects' types; the framework that a function's code names; an adapter that owns one of the objects; the only
+    # loaded adapter that offers the verb. If none of them offers it, the first adapter found is refused.
+    leaves = list(_walk([objects]))
+    typed, found = _found(leaves, _by_root), _found(leaves)
+    named = next(filter(None, (adapter_named_in(verb, leaf) for leaf in leaves)), None)
+    able = [one for one in (*typed, named, *found) if hasattr(one, verb)]
+    if not able and len(others := [one for one in loaded() if hasattr(one, verb)]) == 1:
+        able += others
+    return having(next(iter([*able, *found]), None) or adapter_for(None, objects, where=where), verb, options)

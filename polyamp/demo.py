@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import time
@@ -18,7 +17,7 @@ from polyamp import adapters
 from polyamp.adapters import Adapter
 from polyamp.errors import MissingFrameworkError, PolyampError, missing
 from polyamp.policies import policy
-from polyamp.report import figure_for, save_figure
+from polyamp.report import figure_for, power, save_figure
 from polyamp.scale import LossScale, StepResult
 
 # The scale grows every 40 steps instead of 2 000, so that a short run shows growth, an overflow and a skipped step.
@@ -122,14 +121,13 @@ def table(done: Iterable[Run]) -> Table:
         shown.add_column(heading, justify="right", no_wrap=True)
     for run in done:
         scale = run.scales[-1]
-        mantissa, exponent = math.frexp(scale)
         shown.add_row(
             run.framework,
             run.policy,
             f"{run.accuracy:.2%}",
             f"{run.losses[-1]:.4f}",
             f"{run.largest_difference:.4f}",
-            f"2^{exponent - 1}" if mantissa == 0.5 and scale != 1 else f"{scale:g}",
+            "1" if scale == 1 else power(scale),
             f"{run.skipped}",
             f"{run.parameter_bytes / 1024:.1f} KiB",
             f"{run.activation_bytes / 1024:.1f} KiB",

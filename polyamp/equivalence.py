@@ -214,15 +214,10 @@ class _Study:
         run = self.kept[key]
         if run.metrics and not self.question.metric:
             self.question = self._named(next(iter(run.metrics)))
-        if run.metrics and self.question.metric not in run.metrics:
-            raise InvalidValueError(
-                "train returned no such metric",
-                where="parity(metric=)",
-                found=self.question.metric,
-                allowed=", ".join(run.metrics),
-                fix="name one that train returns, each time",
-            )
-        done(f"{which}: {run.value(self.question.metric):.6g}{'' if is_new else ' (kept)'}")
+        metric, known = self.question.metric, run.metrics
+        checks = [("metric", metric, not known or metric in known, f"one of {', '.join(known)}, in every run")]
+        check_arguments("parity", checks, what="train returned no such metric")
+        done(f"{which}: {run.value(metric):.6g}{'' if is_new else ' (kept)'}")
         return run
 
     def _trained(self, policy: Policy, seed: int) -> Run:
@@ -296,14 +291,9 @@ def _margin(given: float | str) -> tuple[float, bool]:
         amount = float(given.strip().rstrip("%")) if isinstance(given, str) else given
     except ValueError:
         amount = math.nan
-    if not (is_number(amount) and 0 < amount <= sys.float_info.max):
-        raise InvalidValueError(
-            "invalid margin",
-            where="parity(margin=)",
-            found=shown(given),
-            allowed="a number greater than 0 in the metric's unit, or a share of float32's mean, as in '0.5%'",
-            fix="state the largest difference that would not matter to you",
-        )
+    fits = is_number(amount) and 0 < amount <= sys.float_info.max
+    allowed = "a number greater than 0 in the metric's unit, or a share of float32's mean, as in '0.5%'"
+    check_arguments("parity", [("margin", given, fits, allowed)])
     return (amount / 100 if is_share else float(amount)), is_share
 
 
@@ -320,15 +310,10 @@ def _variants(policy: Policy, controls: bool) -> dict[str, Policy]:
 def better_of(metric: str) -> Better:
     """Return whether a higher or a lower value of a metric is better, by the last known word of its name."""
     words = [word for word in re.split(r"[^a-z0-9]+", metric.lower()) if word in HIGHER | LOWER]
-    if words:
-        return "higher" if words[-1] in HIGHER else "lower"
-    raise InvalidValueError(
-        "it is not known whether a higher or a lower value of this metric is better",
-        where="parity(better=)",
-        found=metric,
-        allowed=f"a name with one of {', '.join(sorted(HIGHER | LOWER))}; or better= stated",
-        fix='state better="higher" or better="lower"',
-    )
+    allowed = f'better="higher" or better="lower"; or a name with one of {", ".join(sorted(HIGHER | LOWER))}'
+    what = "it is not known whether a higher or a lower value of this metric is better"
+    check_arguments("parity", [("metric", metric, words, allowed)], what=what)
+    return "higher" if words[-1] in HIGHER else "lower"
 
 
 def _name(train: Any) -> str:

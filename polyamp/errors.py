@@ -230,12 +230,14 @@ def check_arguments(
     verb: str,
     checks: Iterable[tuple[str, object, object, str]],
     error: type[InvalidTypeError | InvalidValueError] = InvalidValueError,
+    *,
+    what: str = "",
 ) -> None:
     """Refuse the first argument of a verb that does not fit."""
     for name, value, fits, allowed in checks:
         if not fits:
             found, fix = shown(value), f"give {name} such a value; help(polyamp.{verb}) describes it"
-            raise error(f"invalid {name}", where=f"{verb}({name}=)", found=found, allowed=allowed, fix=fix)
+            raise error(what or f"invalid {name}", where=f"{verb}({name}=)", found=found, allowed=allowed, fix=fix)
 
 
 def norm_limit(value: Any, verb: str = "wrap_optimizer") -> float | None:
@@ -312,19 +314,10 @@ def unknown_options(
     )
 
 
-def check_choice(value: object, choices: Iterable[object], *, where: str, fix: str) -> None:
-    """Refuse a value that is not one of the choices. True is not 1."""
-    known = list(choices)
-    if not any(type(value) is type(choice) and value == choice for choice in known):
-        raise InvalidValueError(
-            "not one of the choices", where=where, found=shown(value), allowed=", ".join(map(repr, known)), fix=fix
-        )
-
-
 def check_master_weights(value: object) -> None:
     """Refuse a value that is not True, False or None."""
-    fix = "give True for float32 masters of 16-bit parameters, False for none, or leave it out"
-    check_choice(value, (None, True, False), where="wrap_optimizer(master_weights=)", fix=fix)
+    allowed = "True for float32 masters of 16-bit parameters, False for none, or None"
+    check_arguments("wrap_optimizer", [("master_weights", value, isinstance(value, bool | None), allowed)])
 
 
 # --- errors that several adapters raise -------------------------------------------------------------------------------

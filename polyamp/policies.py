@@ -357,14 +357,10 @@ class Policy:
             InvalidValueError: a field is missing, unknown or out of range.
         """
         wanted = ("name", "param", "compute", "output", "rules", "loss_scale")
-        if not isinstance(saved, Mapping) or set(saved) != set(wanted):
-            raise InvalidValueError(
-                "a saved policy has exactly these fields",
-                where="Policy.from_dict(saved)",
-                found=", ".join(map(str, saved)) if isinstance(saved, Mapping) else shown(saved),
-                allowed=", ".join(wanted),
-                fix="pass the result of Policy.to_dict()",
-            )
+        is_mapping = isinstance(saved, Mapping)
+        fits = is_mapping and set(saved) == set(wanted)
+        checks = [("saved", list(saved) if is_mapping else saved, fits, ", ".join(wanted))]
+        check_arguments("Policy.from_dict", checks, what="a saved policy has exactly these fields")
         return cls(**{**saved, "loss_scale": LossScale.from_dict(saved["loss_scale"])})
 
     def __str__(self) -> str:

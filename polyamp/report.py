@@ -110,13 +110,18 @@ def write_whole(path: str | PathLike[str], content: bytes) -> None:
             with suppress(OSError):
                 os.unlink(part)
     except (OSError, TypeError, ValueError) as error:
-        raise InvalidValueError(
-            "the file cannot be written",
-            where=brief(path),
-            found=getattr(error, "strerror", None) or error,
-            allowed="a file in a folder that exists, on a disk with room",
-            fix="make the folder first, or name another file; what was there is unchanged",
-        ) from error
+        raise unwritable(path, getattr(error, "strerror", None) or error) from error
+
+
+def unwritable(path: object, found: object) -> InvalidValueError:
+    """Return the error for a file that cannot be written."""
+    return InvalidValueError(
+        "the file cannot be written",
+        where=brief(path),
+        found=found,
+        allowed="a file in a folder that exists, on a disk with room",
+        fix="make the folder first, or name another file; what was there is unchanged",
+    )
 
 
 def finite(value: float | None) -> float | None:

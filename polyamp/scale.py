@@ -311,13 +311,8 @@ class LossScale:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> LossScale:
         """Build settings from the result of `to_dict`."""
-        if not isinstance(settings, Mapping):
-            raise wrong_type(
-                settings,
-                where="LossScale.from_dict(settings)",
-                allowed="a mapping from field to value",
-                fix="pass the result of LossScale.to_dict()",
-            )
+        checks = [("settings", settings, isinstance(settings, Mapping), "the result of LossScale.to_dict()")]
+        check_arguments("LossScale.from_dict", checks, InvalidTypeError)
         return cls(**{str(name): value for name, value in settings.items()})
 
     def to_state_dict(self, state: LossScaleState, *, like: str | None = None) -> dict[str, Any]:

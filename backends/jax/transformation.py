@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from polyamp.backends.jax.optimizer import Skip, Step
 from polyamp.backends.jax.state import state_type
-from polyamp.errors import check_choice, check_master_weights, missing, no_method, no_optimizer, wrapped_already
+from polyamp.errors import check_arguments, check_master_weights, missing, no_method, no_optimizer, wrapped_already
 from polyamp.policies import Policy
 from polyamp.scale import LossScale
 
@@ -60,7 +60,8 @@ def wrap_optimizer(
     if not isinstance(tx, optax.GradientTransformation):
         raise no_optimizer(tx, allowed="optax.GradientTransformation, such as optax.adam(1e-3)")
     check_master_weights(master_weights)
-    check_choice(skip, get_args(Skip), where="wrap_optimizer(skip=)", fix="leave it out, or name one of these")
+    fits = isinstance(skip, str) and skip in get_args(Skip)
+    check_arguments("wrap_optimizer", [("skip", skip, fits, f"one of {', '.join(get_args(Skip))}")])
     step = Step(
         optax.with_extra_args_support(tx),
         state_type(loss_scale.in_float32(), policy.compute),

@@ -9,8 +9,7 @@ from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from polyamp.errors import InvalidValueError
-from polyamp.report import Report, figure_for, write_json
+from polyamp.report import Report, figure_for, unwritable, write_json
 
 STDOUT = "-"
 
@@ -26,7 +25,7 @@ def check_files(json_file: str | None, plot_file: str | None = None) -> None:
         figure_for(plot_file, (1, 1))
     for path in (Path(name) for name in (json_file, plot_file) if name not in (None, STDOUT)):
         if path.is_dir() or not path.parent.is_dir():
-            raise _unwritable(f"{path} is a folder" if path.is_dir() else f"there is no folder {path.parent}")
+            raise unwritable(str(path), "it is a folder" if path.is_dir() else f"there is no folder {path.parent}")
 
 
 @contextmanager
@@ -34,16 +33,6 @@ def printing_elsewhere(json_file: str | None) -> Iterator[None]:
     """Send what the user's code prints to standard error, if standard output is for JSON."""
     with redirect_stdout(sys.stderr) if json_file == STDOUT else nullcontext():
         yield
-
-
-def _unwritable(found: str) -> InvalidValueError:
-    return InvalidValueError(
-        "the file cannot be written",
-        where="--json or --plot",
-        found=found,
-        allowed="a file in a folder that exists",
-        fix="make the folder first, or name another file",
-    )
 
 
 def show(reports: Sequence[Report], values: Mapping[str, Any], json_file: str | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from polyamp.diagnosis.diagnose import Verdict, diagnose
 from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.diagnosis.spread import Window
-from polyamp.errors import InvalidTypeError, InvalidValueError, check_arguments
+from polyamp.errors import InvalidTypeError, check_arguments
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report, plural, power
@@ -100,14 +100,8 @@ def calibrate(
     is_iterable = isinstance(batches, Iterable)
     check_arguments("calibrate", [("batches", batches, is_iterable, "an iterable of arguments")], InvalidTypeError)
     chosen, steps = sixteen_bit(policy), [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
-    if not steps:
-        raise InvalidValueError(
-            "nothing to calibrate on",
-            where="calibrate(batches)",
-            found="no batches",
-            allowed="at least one",
-            fix="give the arguments of a few steps: [(params, batch), ...]",
-        )
+    allowed = "the arguments of a few steps: [(params, batch), ...]"
+    check_arguments("calibrate", [("batches", steps, steps, allowed)], what="nothing to calibrate on")
     reasons: dict[str, Verdict] = {}
     before: tuple[Verdict, ...] = ()
     for _ in range(ROUNDS):

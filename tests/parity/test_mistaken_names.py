@@ -144,7 +144,7 @@ def test_an_option_that_a_framework_lacks_is_refused_with_those_that_it_has(fram
     assert all(known in str(caught.value) for known in OPTIONS[framework])
 
 
-@pytest.mark.parametrize("value", ["remainder", 1, "yes"])
+@pytest.mark.parametrize("value", ["remainder", 1, 0.0, "True", []])
 @pytest.mark.parametrize("framework", PLAIN)
 def test_master_weights_are_a_switch(framework: str, value: Any) -> None:
     with pytest.raises(polyamp.errors.InvalidValueError, match="master_weights"):

@@ -132,6 +132,8 @@ class FusedStep:
         masters, clips = optimizer.masters, optimizer.max_grad_norm is not None
         if optimizer.has_tested_gradients or not (checks or masters is not None):
             return None  # without a test and masters the optimizer's own kernel is as fast
+        if optimizer.checks and not checks:
+            return None  # gradients of a loss that another optimizer scaled, and does not test
         if clips and optimizer.norm_group is not None:
             return None  # other ranks may take another way, and all have to sum the norm alike
         rule = update_rule_of(self._inner)

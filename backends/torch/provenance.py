@@ -84,11 +84,20 @@ def is_scaled(loss: Tensor) -> bool:
     return scaling is not None and scaling.scaler.settings.check
 
 
+class Entry:
+    """A backward pass in the list of the latest ones."""
+
+    def __init__(self, number: int, scaling: Scaling) -> None:
+        self.number, self.scaling = number, scaling
+        self.has_arrived = False  # whether it reached a parameter that is observed
+
+
 class Pass:
     """One backward pass of scaled losses. autograd holds this object until the pass ends, even if the pass fails."""
 
-    def __init__(self, task: int, scaling: Scaling | None) -> None:
+    def __init__(self, task: int, scaling: Scaling | None, entry: Entry) -> None:
         self.task = task  # autograd's number
+        self.entry = entry
         self.scaling = scaling  # None: losses of different scales, or also a loss that nobody scaled
         self.handles: list[Any] = []  # of the hooks that bring what arrives to another scale
 
@@ -107,28 +116,32 @@ class Passes:
     def __init__(self) -> None:
         self.count = 0
         self.running: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()  # by autograd's task
-        self._latest: list[tuple[int, Scaling]] = []
+        self.latest: list[Entry] = []
         self._unmarked: tuple[int, Scaling] | None = None
 
-    def note(self, scaling: Scaling) -> None:
+    def note(self, scaling: Scaling) -> Entry:
         """Count a pass that begins."""
         self.count += 1
-        self._latest = [*self._latest[-63:], (self.count, scaling)]
+        self.latest = [*self.latest[-63:], Entry(self.count, scaling)]
+        return self.latest[-1]
 
     def note_unmarked(self, scaling: Scaling) -> None:
         """Note a loss whose pass cannot be marked: scaled in compiled code, or inside of a function transform."""
         self.count += 1
         self._unmarked = (self.count, scaling)
 
-    def here(self) -> Pass | None:
-        """Return the running pass of the caller; None in the pass of a loss that nobody scaled."""
+    def arriving(self) -> Pass | None:
+        """Note that the caller's pass reached a parameter, and return it; None in that of a loss that nobody scaled."""
         # Passes inside another pass, as in reentrant checkpointing, have a task of their own.
         found = self.running.get(running_task())
-        return found if found is not None else next(iter(list(self.running.values())), None)
+        found = found if found is not None else next(iter(list(self.running.values())), None)
+        if found is not None:
+            found.entry.has_arrived = True
+        return found
 
     def since(self, count: int) -> list[Scaling]:
         """Return the scalings of the latest passes since the count."""
-        found = [scaling for number, scaling in self._latest if number > count]
+        found = [one.scaling for one in self.latest if one.number > count]
         return found or [*filter(None, [self.unmarked_since(count)])]
 
     def unmarked_since(self, count: int) -> Scaling | None:
@@ -147,12 +160,12 @@ def _pass_begins(scaling: Scaling, grad: Tensor) -> None:
         if call is None and not (known.scaling is None or known.scaling.is_like(scaling)):
             known.scaling = None
         return
-    PASSES.note(scaling)
+    entry = PASSES.note(scaling)
     roots, accumulates = ((), True) if call is None else call
     is_one = len(roots) == 1 and is_scaled(roots[0])  # the usual pass, which starts from this loss alone
     scalings = [] if is_one else list(_scalings_of(roots))
     is_one = is_one or all(one is not None and one.is_like(scaling) for one in scalings)
-    begun = PASSES.running[task] = Pass(task, scaling if is_one else None)
+    begun = PASSES.running[task] = Pass(task, scaling if is_one else None, entry)
     until_backward_ends(begun)
     for witness in list(_WITNESSES):
         witness.meet(begun, accumulates=accumulates)
@@ -254,12 +267,13 @@ class Witness:
     @property
     def presumed(self) -> Scaling | None:
         """The scaling of the gradients; where the hooks missed them, of the last loss of this optimizer."""
-        own = self._own_passes() if self.scaling is None else []
+        own = [] if self.scaling is not None else [one.scaling for one in self._own_passes()]
         return own[-1] if own else self.scaling
 
-    def _own_passes(self) -> list[Scaling]:
-        """Return the scalings of passes since the last step that the owner's own method made."""
-        return [one for one in PASSES.since(self._opened_at) if one.by is not None and one.by == id(self._owner())]
+    def _own_passes(self) -> list[Entry]:
+        """Return the passes since the last step that the owner's own method made."""
+        own = id(self._owner())
+        return [one for one in PASSES.latest if one.number > self._opened_at and one.scaling.by == own]
 
     def note_unscaled(self, scaler: LossScaler, *, masters: bool) -> None:
         """Note that the gradients, or those of masters that were taken from them, were divided by their factor."""
@@ -395,7 +409,7 @@ class Witness:
             self._noted = None
             return
         self._noted, self.has_more = Gradient.of(param, grad), True
-        begun = PASSES.here()
+        begun = PASSES.arriving()
         scaling = begun.scaling if begun is not None else PASSES.unmarked_since(self._opened_at)
         if begun is None and scaling is None:
             self._note_unscaled_loss(param)
@@ -424,9 +438,9 @@ class Witness:
             # What a step changed in masters' gradients, such as a clip, is not in the model's.
             self._was_left = self.taken_from is not None and self.left.has_grown(by=param)
             self.scaling = None
-        own = self._own_passes()
+        own = [one.scaling for one in self._own_passes() if not one.has_arrived]
         if own and not (self.contributors or self._has_unscaled or self.is_unscaled) and self._is_wide:
-            # The optimizer's own loss reached none of its parameters: gradients cached at a model's representations.
+            # The optimizer's own loss reached no parameters: gradients are cached at a model's representations.
             self.scaling, self.contributors, self._stays_wide = own[-1], [own[-1].scaler], True
             return
         model = self.taken_from if self.taken_from is not None else self.scaling

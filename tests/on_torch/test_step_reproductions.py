@@ -437,6 +437,21 @@ def reaches_one_parameter_by_an_unscaled_part_of_a_pass_and_another_by_a_scaled_
     other.step()
 
 
+@right_or_refused
+def scales_a_loss_of_anothers_parameter_and_differentiates_an_unscaled_one(wrap: Any, p: Any, q: Any) -> None:
+    opt, _other = wrap(sgd(p)), wrap(sgd(q))
+    opt.scale(S(q)).backward()
+    (-1 * S(p)).backward()
+    opt.step()
+
+
+@right
+def skips_for_a_loss_that_the_optimizer_which_scaled_it_does_not_test(wrap: Any, p: Any, q: Any) -> None:
+    opt, other = wrap(sgd(p), loss_scale=LossScale.fixed(1.0)), wrap(sgd(q), loss_scale=LossScale.none())
+    other.backward((S(p) + S(q)) * math.nan)
+    opt.step()
+
+
 # --- what is not to be refused ----------------------------------------------------------------------------------------
 
 

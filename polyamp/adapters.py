@@ -255,15 +255,13 @@ class Later:
 
     def __init__(self, place: str) -> None:
         self.place = place
-        self._function: Callable[..., Any] | None = None
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """Return the function itself; `inspect.signature` reads it here."""
-        if self._function is None:
-            module, _, name = self.place.partition(":")
-            self._function = getattr(import_module(module), name)
-        return self._function
+        module, _, name = self.place.partition(":")
+        function: Callable[..., Any] = getattr(import_module(module), name)
+        return function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from polyamp import adapters
 from polyamp.adapters import Adapter
-from polyamp.errors import MissingFrameworkError, PolyampError, missing
+from polyamp.errors import missing
 from polyamp.policies import policy
 from polyamp.report import figure_for, power, save_figure
 from polyamp.scale import LossScale, StepResult
@@ -51,19 +51,16 @@ def examples(names: Iterable[str] | None = None) -> tuple[dict[Adapter, Any], li
     found: dict[Adapter, Any] = {}
     absent = []
     for name in adapters.names() if names is None else names:
+        adapters.entry_named(name)  # an unknown name is not an absent framework
         try:
             adapter = adapters.adapter_named(name)
             found[adapter] = import_module(f"polyamp.examples.{name}_digits")
-        except MissingFrameworkError as error:
-            absent.append(str(error))
         except ModuleNotFoundError as error:
             package = str(error.name).partition(".")[0]
             if package == "sklearn":
                 raise missing("scikit-learn", extra="demo") from error
             if package != "polyamp":  # an adapter from elsewhere has no example
                 absent.append(adapters.why_broken(name, error))
-        except PolyampError:
-            raise
         except Exception as error:
             absent.append(adapters.why_broken(name, error))
     return found, absent

@@ -332,7 +332,6 @@ def missing(package: str, *, extra: str) -> MissingFrameworkError:
         f"{package} is not installed",
         where=f"polyamp's {extra} support",
         found=f"no module named {package!r}",
-        allowed=None,
         fix=f'pip install "polyamp[{extra}]"',
     )
 

@@ -227,14 +227,10 @@ class Policy:
             ("name", self.name, isinstance(self.name, str), "a string"),
         ]
         check_arguments("policy", checks, InvalidTypeError)
-        if self.compute == "bfloat16" and self.loss_scale.dynamic:
-            raise InvalidValueError(
-                "bfloat16 has the range of float32: a dynamic loss scale cannot help it",
-                where="policy(loss_scale=)",
-                found=shown(self.loss_scale),
-                allowed="LossScale.skip_nonfinite(), the default; or LossScale.none(), which checks nothing",
-                fix="leave loss_scale= out",
-            )
+        what = "bfloat16 has the range of float32: a dynamic loss scale cannot help it"
+        allowed = "LossScale.skip_nonfinite(), the default; or LossScale.none(), which checks nothing"
+        fits = self.compute != "bfloat16" or not self.loss_scale.dynamic
+        check_arguments("policy", [("loss_scale", self.loss_scale, fits, allowed)], what=what)
 
     def decide(self, operation: str, path: str = "") -> Decision:
         """Return the class of a canonical operation at a module or scope path under this policy, and the reason.

@@ -560,10 +560,7 @@ class StepResult:
             ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return StepResult, (
-            self._state,
-            self._applied,
-        )  # no explanation: a copy does not have the gradients
+        return StepResult, (self._state, self._applied)  # not `explain`: a copy does not have the gradients
 
     def __repr__(self) -> str:
         return f"StepResult(applied={self.applied}, scale={self.scale}, skipped_in_a_row={self.skipped_in_a_row})"

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from polyamp import Plan, cli
+from polyamp import cli
 from polyamp.commands.target import load, step_of
-from polyamp.diagnosis.lint import Finding, Findings
-from polyamp.plan import PlannedOperation
 
 TARGETS = """
 def step(*batch):
@@ -136,10 +134,3 @@ def test_a_verb_gets_the_options_that_it_knows(folder: Path) -> None:
     target = step_of("targets:in_mapping")
     assert target.call(verb) == ((1, 2), "mixed_bfloat16", {"flag": True})
     assert target.call(verb, policy="mixed_float16")[1] == "mixed_float16"
-
-
-PLANNED = [PlannedOperation("matmul", "dot", f"model[{i}]", "lower", "float16", f"rule {i}") for i in range(30)]
-PLAN = Plan("mixed_float16", tuple(PLANNED))
-REPORT = Findings(
-    "torch", "mixed_float16", (Finding("no-masters", "warning", "a parameter in 16 bits", "", "keep float32"),)
-)

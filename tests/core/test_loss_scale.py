@@ -34,6 +34,11 @@ OUT_OF_RANGE = [
     {"init": 2.0**-15},
     {"on_min": "stop"},
     {"late_growth": "sometimes"},
+    {"growth": 1 + 1e-9},  # as a float32 number 1
+    {"backoff": 1 - 1e-12},
+    {"backoff": 1e-60},
+    {"init": 10**400},
+    *({name: 2**31} for name in ("interval", "hysteresis", "max_skips")),  # counters are int32
 ]
 WRONG_TYPE = [
     *({name: bad} for name in ("init", "growth", "backoff", "min", "max") for bad in ("2", None, True, 2j)),
@@ -60,12 +65,6 @@ def test_settings_of_a_wrong_type_are_refused(settings: dict[str, Any]) -> None:
 def test_choices_are_not_coerced(settings: dict[str, Any]) -> None:
     with pytest.raises(polyamp.PolyampError, match=next(iter(settings))):
         LossScale(**settings)
-
-
-@pytest.mark.parametrize("scale", [math.nan, math.inf, 0.0, -1.0])
-def test_a_fixed_scale_is_a_positive_number(scale: float) -> None:
-    with pytest.raises(polyamp.errors.InvalidValueError, match="scale"):
-        LossScale.fixed(scale)
 
 
 @given(any_numbers())
@@ -256,7 +255,10 @@ GOOD = LossScale().to_state_dict(LossScale().initial_state())
         (GOOD | {"overflow_scale": "large"}, "wrong types"),
         (GOOD | {"scale": "large"}, "wrong types"),
         (GOOD | {"scale": True}, "wrong types"),
-        (GOOD | {"skipped": -1}, "not a count"),
+        *((GOOD | {name: value}, "not a count") for name, value in (("skipped", -1), ("hysteresis", -7))),
+        *((GOOD | {name: 2**31}, "not a count") for name in ("steps", "good_steps")),
+        *((GOOD | {"overflow_scale": value}, "not a loss scale") for value in (math.nan, math.inf)),
+        (GOOD | {"scale": 10**400}, "wrong types"),
         (GOOD | {"version": 2}, "another version"),
         *((GOOD | {"scale": scale}, "outside") for scale in (math.nan, math.inf, 0.0, -1.0, 2.0**-15, 2.0**25)),
     ],

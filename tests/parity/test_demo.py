@@ -40,11 +40,3 @@ def test_demo_of_one_framework(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert {run["framework"] for run in json.loads((tmp_path / "one.json").read_text())["runs"]} == {"torch"}
-
-
-def test_a_picture_of_no_known_format_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "polyamp", "demo", "--steps", "1", "--framework", "torch", "--plot", "one.nix"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "no image format" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -60,6 +60,8 @@ def record(
 def _scale_of(model: Any) -> float | None:
     """Return the factor by which the model's optimizer multiplies the loss; None if it does not."""
     optimizer = getattr(model, "optimizer", None)
+    if isinstance(optimizer, LossScaledOptimizer):
+        return optimizer.scaler.host_state.scale
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         scale = getattr(optimizer, "dynamic_scale", None)  # Keras' class makes it at the first step
         return optimizer.initial_scale if scale is None else float(ops.convert_to_numpy(scale))
@@ -100,7 +102,7 @@ def _own_step(model: Any, train_step: Callable[..., Any], batch: tuple[Any, ...]
     groups = (model.non_trainable_variables, optimizer.variables if optimizer else (), model.metrics_variables)
     states = [[one.value for one in group] for group in groups]
     if scale is not None and isinstance(optimizer, LossScaledOptimizer):
-        place = next(i for i, one in enumerate(optimizer.variables) if one is optimizer.dynamic_scale)
+        place = next(i for i, one in enumerate(optimizer.variables) if one is optimizer.scaler.variables.scale)
         states[1][place] = ops.full_like(states[1][place], scale)
     return stateless, (parameters, states, *batch)
 

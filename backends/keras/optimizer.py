@@ -262,6 +262,18 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         round_into_model(var_list, trained)
 
     @property
+    def dynamic_scale(self) -> Any:
+        """The variable with the scale of the next loss, under Keras' name; you may multiply a loss by it."""
+        variable = vars(self).get("dynamic_scale")  # TensorFlow's checkpoints look before it is assigned
+        if variable is not None:
+            self.scaler.losses.note_by_hand()
+        return variable
+
+    @dynamic_scale.setter
+    def dynamic_scale(self, variable: Any) -> None:
+        vars(self)["dynamic_scale"] = variable
+
+    @property
     def loss_scale(self) -> float:
         """The scale of the next loss. Waits for the device that holds it."""
         self.scaler.losses.note_by_hand()
@@ -278,7 +290,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             LossScaleError: from `polyamp.scale.report_limits`.
         """
-        if platform_of(self.dynamic_scale) is None:
+        if platform_of(self.scaler.variables.scale) is None:
             return StepResult(self.scaler.state)
         state = self.scaler.host_state
         report_limits(self.scaler.settings, state)

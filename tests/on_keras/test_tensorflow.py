@@ -20,6 +20,8 @@ if keras.backend.backend() != "tensorflow":
 
 import tensorflow as tf
 
+from polyamp.backends.tensorflow import LossScaler
+
 # Steps are what is tested here.
 pytestmark = pytest.mark.filterwarnings("ignore:.*trains in float32:polyamp.PolyampWarning")
 
@@ -188,6 +190,23 @@ def test_a_loss_that_nobody_scaled_is_found_and_said_once() -> None:
     with pytest.warns(polyamp.PolyampWarning, match="no loss was scaled") as shown:
         model.fit(x, y, epochs=2, verbose=0)
     assert len(shown) == 1
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, tf.function], ids=["eager", "function"])
+@pytest.mark.filterwarnings("error:no loss was scaled")
+def test_a_loss_that_is_multiplied_by_the_scale_is_scaled(wrap: Any) -> None:
+    weight, opt = keras.Variable([1.0]), polyamp.wrap_optimizer(keras.optimizers.SGD(0.125), "mixed_float16")
+    other, scaler = tf.Variable([1.0]), LossScaler("mixed_float16")
+
+    def step() -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight.value) * opt.dynamic_scale + tf.reduce_sum(other) * scaler.state.scale
+        grads = tape.gradient(loss, [weight.value, other])
+        opt.apply(grads[:1], [weight])
+        scaler.step(tf.compat.v1.train.GradientDescentOptimizer(0.125), [(grads[1], other)])
+
+    wrap(step)()
+    assert [weight.numpy()[0], other.numpy()[0]] == [0.875, 0.875]
 
 
 def grown(weight: Any) -> LossScaledOptimizer:

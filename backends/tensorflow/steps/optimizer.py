@@ -11,7 +11,7 @@ from polyamp.backends.tensorflow.steps.scaler import LossScaler
 from polyamp.backends.tensorflow.steps.skipping import places
 from polyamp.errors import no_loss_scale, no_method, no_optimizer, wrapped_already
 from polyamp.policies import Policy
-from polyamp.scale import LossScale, LossScaleState, StepResult, on_host
+from polyamp.scale import LossScale, LossScaleState, StepResult
 from polyamp.unscaled import UnscaledGradients
 
 
@@ -180,7 +180,7 @@ def scale_loss(loss: Any, holder: Any) -> tf.Tensor:
 def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
     """Return the settings of a wrapped optimizer or a `LossScaler`, and its state on the host. Not inside a graph."""
     scaler = _scaler(holder, "loss_scale_of(holder)")
-    return scaler.settings, on_host(scaler.state)
+    return scaler.settings, scaler.host_state
 
 
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:

@@ -196,7 +196,7 @@ class LossScaler(tf.Module):
         Returns:
             In a graph, the operations that assign the new state.
         """
-        return self._assign(advance(self.settings, self.state, finite, _where))
+        return self._assign(advance(self.settings, self._tensors(), finite, _where))
 
     @property
     def has_masters(self) -> bool:
@@ -205,8 +205,14 @@ class LossScaler(tf.Module):
 
     @property
     def state(self) -> LossScaleState:
-        """The scalars as tensors, which are symbolic in a graph."""
-        return LossScaleState(*map(tf.convert_to_tensor, self.scalars))
+        """The scalars as tensors, which are symbolic in a graph; you may multiply a loss by the scale."""
+        self._losses.note_by_hand()
+        return self._tensors()
+
+    @property
+    def host_state(self) -> LossScaleState:
+        """The scalars as Python numbers. Only outside graphs; reading them waits for the device."""
+        return on_host(self._tensors())
 
     @property
     def loss_scale(self) -> float:
@@ -225,7 +231,7 @@ class LossScaler(tf.Module):
             LossScaleError: from `polyamp.scale.report_limits`.
         """
         if not tf.executing_eagerly():
-            return StepResult(self.state)
+            return StepResult(self._tensors())
         return StepResult(self._reported(), explain=self._why())
 
     def load_loss_scale(self, saved: Mapping[str, Any]) -> None:
@@ -241,11 +247,11 @@ class LossScaler(tf.Module):
         if self.max_grad_norm is not None:
             plain = multiplied(plain, clip_factor(summed(plain), self.max_grad_norm))
         if not self.settings.check:
-            return self._result(self.state, [update(plain)])
+            return self._result(self._tensors(), [update(plain)])
         if tf.executing_eagerly() and _is_on_cpu(finite):
             update_if(finite, update, plain)
             return StepResult(self._advanced_on_host(bool(finite)), explain=self._why())
-        state = advance(self.settings, self.state, finite, _where)
+        state = advance(self.settings, self._tensors(), finite, _where)
         applied = update_if(finite, update, plain, report_of(self._losses, self.settings, self.compute))
         with after([applied]):  # and therefore after the unscaling has read the scale
             return self._result(state, self._assign(state))
@@ -257,7 +263,7 @@ class LossScaler(tf.Module):
 
     def _advanced_on_host(self, finite: bool) -> LossScaleState:
         """Advance the state in Python, which takes a hundredth of the time of eager operations."""
-        before = on_host(self.state)
+        before = self.host_state
         state = advance(self.settings, before, finite)
         for variable, value, old in zip(self.scalars, state, before, strict=True):
             if value != old:
@@ -287,8 +293,11 @@ class LossScaler(tf.Module):
     def _why(self) -> Callable[[], str] | None:
         return (lambda: NONFINITE_LOSS) if self._has_bad_loss else None
 
+    def _tensors(self) -> LossScaleState:
+        return LossScaleState(*map(tf.convert_to_tensor, self.scalars))
+
     def _reported(self) -> LossScaleState:
-        state = on_host(self.state)
+        state = self.host_state
         report_limits(self.settings, state)
         return state
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -161,30 +161,33 @@ def _pass_begins(scaling: Scaling, grad: Tensor) -> None:
             known.scaling = None
         return
     entry = PASSES.note(scaling)
-    roots, accumulates = ((), True) if call is None else call
+    roots, inputs, accumulates = ((), (), True) if call is None else call
     is_one = len(roots) == 1 and is_scaled(roots[0])  # the usual pass, which starts from this loss alone
-    scalings = [] if is_one else list(_scalings_of(roots))
-    is_one = is_one or all(one is not None and one.is_like(scaling) for one in scalings)
-    begun = PASSES.running[task] = Pass(task, scaling if is_one else None, entry)
+    scalings, leaves = ([], set[int]()) if is_one else _parts_of(roots)
+    is_alike = not leaves and all(map(scaling.is_like, scalings))
+    begun = PASSES.running[task] = Pass(task, scaling if is_alike else None, entry)
     until_backward_ends(begun)
+    reached = leaves.intersection(map(id, inputs)) if inputs else leaves
     for witness in list(_WITNESSES):
-        witness.meet(begun, accumulates=accumulates)
+        witness.meet(begun, reached, accumulates=accumulates)
 
 
-def _scalings_of(roots: Sequence[Any]) -> Iterator[Scaling | None]:
-    """Yield the scalings of the losses that a pass starts from; None for a part that nobody scaled."""
+def _parts_of(roots: Sequence[Any]) -> tuple[list[Scaling], set[int]]:
+    """Return the scalings of the losses that a pass starts from, and the ids of leaves that it reaches without one."""
     waiting: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
-    seen: set[Any] = set()
+    seen, scalings, leaves = set[Any](), list[Scaling](), set[int]()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        scaling = node.metadata.get(_SCALED)
-        if scaling is not None or hasattr(node, "variable"):  # a scaled loss, or a parameter that was reached without
-            yield scaling
+        if (scaling := node.metadata.get(_SCALED)) is not None:
+            scalings.append(scaling)
+        elif hasattr(node, "variable"):
+            leaves.add(id(node.variable))
         else:
             waiting += [child for child, _ in node.next_functions]
+    return scalings, leaves
 
 
 class Gradient(NamedTuple):
@@ -236,6 +239,7 @@ class Witness:
         self.is_unscaled = False  # by `unscale_`, before the step
         self.has_more = False  # whether a pass added to unscaled gradients
         self._has_unscaled = self._is_mixed = False  # a pass added to them that no factor is right for
+        self._mixed: list[Gradient] = []  # that a pass added to partly without a scale
         self._was_left = False  # a pass added to those of the last step
         self._polluting = -1  # autograd's number of the pass that began while they were those of the last step
         self._noted: Gradient | None = None
@@ -293,7 +297,7 @@ class Witness:
             return self.scaling
         if own.settings.check and (self._was_left or (self.left is not None and self.left.is_there())):
             raise not_cleared(where="step(), unscale_(), clip_grad_norm_()")
-        if self._is_mixed:
+        if self._is_mixed or any(one.is_there() for one in self._mixed):
             raise _mixed()
         if self.left is not None and not self.left.is_there():
             self.scaling = None
@@ -317,13 +321,16 @@ class Witness:
         self.contributors = [found[0].scaler]
         return found[0]
 
-    def meet(self, begun: Pass, *, accumulates: bool) -> None:
-        """Prepare for a pass that may add to the gradients."""
+    def meet(self, begun: Pass, unscaled: set[int], *, accumulates: bool) -> None:
+        """Prepare for a pass that may add to the gradients, and reaches leaves with these ids without a scale."""
         owner, own, other = self._owner(), self.scaling, begun.scaling
         if self._has_unscaled or self._is_mixed or self._was_left:
             self._keep_after_write()
-        if self._task == begun.task and begun.scaling is None:  # the part that nobody scaled was the first to arrive
-            self._is_mixed = True
+        if self._mixed and not self._is_filled():
+            self._mixed = []
+        if unscaled and accumulates:  # some may have arrived before this, and not all parameters have a hook
+            reached = [param for param in self._parameters() if id(param) in unscaled]
+            until_backward_ends(partial(self._mix, reached))
         if owner is None or other is None:
             return
         if own is None:
@@ -335,6 +342,10 @@ class Witness:
             self._polluting = begun.task
         elif accumulates:
             self._bring(begun, other)
+
+    def _mix(self, reached: Sequence[Tensor]) -> None:
+        """Note that a pass has added to gradients what no factor is right for."""
+        self._mixed += [Gradient.of(param, grad) for param in reached if (grad := param.grad) is not None]
 
     def _look_for_unobserved(self, begun: Pass, other: Scaling, *, accumulates: bool) -> None:
         """Look for gradients of earlier passes with another scale, which reached only parameters without a hook."""

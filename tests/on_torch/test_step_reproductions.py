@@ -438,6 +438,17 @@ def reaches_one_parameter_by_an_unscaled_part_of_a_pass_and_another_by_a_scaled_
 
 
 @right_or_refused
+def reaches_a_later_parameter_by_the_unscaled_part_of_a_pass(wrap: Any, p: Any, q: Any, r: Any) -> None:
+    opt, other = wrap(sgd(p, q)), wrap(sgd(r))
+    opt.backward(S(p) + S(q))
+    opt.step()  # from now on, only the first parameter has a hook
+    opt.zero_grad()
+    (other.scale(S(r)) + 2 * S(q)).backward()
+    opt.backward(S(p) - S(q))
+    opt.step()
+
+
+@right_or_refused
 def scales_a_loss_of_anothers_parameter_and_differentiates_an_unscaled_one(wrap: Any, p: Any, q: Any) -> None:
     opt, _other = wrap(sgd(p)), wrap(sgd(q))
     opt.scale(S(q)).backward()

@@ -72,8 +72,8 @@ def running_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def running_backward() -> tuple[Sequence[Any], bool] | None:
-    """Return the tensors and edges that the running backward pass started from, and whether it adds to ``grad``."""
+def running_backward() -> tuple[Sequence[Any], Sequence[Any], bool] | None:
+    """Return what the running backward pass starts from, its ``inputs=``, and whether it adds to ``grad``."""
     # The engine knows only nodes, and hooks can run in its own threads. The caller of the pass waits in this frame.
     code = torch.autograd.graph._engine_run_backward.__code__
     frame: FrameType | None = sys._getframe(1)
@@ -84,7 +84,7 @@ def running_backward() -> tuple[Sequence[Any], bool] | None:
     if frame is None:
         return None
     given = frame.f_locals
-    return given["t_outputs"], bool(given["kwargs"].get("accumulate_grad", True))
+    return given["t_outputs"], given["args"][3], bool(given["kwargs"].get("accumulate_grad", True))
 
 
 def until_backward_ends(held: Callable[[], None]) -> None:

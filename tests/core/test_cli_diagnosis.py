@@ -89,7 +89,6 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (("parity", "targets:in_mapping"), 'a function under "train"'),
         (("diagnose", "targets:loss", "--policy", "mixed_float17"), "mixed_float17"),
         (("diagnose", "targets:loss", "--backend", "theano"), "no adapter of that name"),
-        (("parity", "targets:needs_batch", "--json", "no/folder/x.json"), "cannot be written"),
     ],
 )
 def test_errors_are_told_without_a_traceback(

@@ -106,23 +106,10 @@ def test_the_json_has_every_tensor_and_no_inf(tmp_path) -> None:
     assert [tensor["kind"] for tensor in saved["tensors"]] == ["activation", "activation gradient"]
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"tolerance": 2.0}, "tolerance"),
-        ({"margin": -1}, "margin"),
-        ({"scale": 0}, "scale"),
-        ({"scale": True}, "scale"),
-    ],
-)
-def test_a_setting_outside_its_range_is_refused_before_anything_runs(settings, named) -> None:
-    with pytest.raises(polyamp.errors.InvalidValueError, match=f"invalid {named}"):
-        polyamp.probe(lambda: pytest.fail("it ran"), **settings)
-
-
-def test_what_cannot_be_called_is_refused() -> None:
-    with pytest.raises(polyamp.errors.InvalidTypeError, match="cannot be called"):
-        polyamp.probe(3.0)
+@pytest.mark.parametrize(("name", "value"), [("tolerance", 2.0), ("margin", -1), ("scale", 0), ("scale", True)])
+def test_a_setting_outside_its_range_is_refused_before_anything_runs(name, value) -> None:
+    with pytest.raises(polyamp.errors.InvalidValueError, match=f"invalid {name}"):
+        polyamp.probe(lambda: pytest.fail("it ran"), **{name: value})
 
 
 def test_the_turns_of_a_recurrence_count_by_their_share_in_all_of_them() -> None:

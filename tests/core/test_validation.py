@@ -25,7 +25,6 @@ from polyamp.errors import check_options
         (lambda: policy("fp16", rules={"softmax": "lowr"}), "did you mean lower"),
         (lambda: LossScale.like("pytorch"), "did you mean torch"),
         (lambda: LossScale().to_state_dict(LossScale().initial_state(), like="megatrn"), "did you mean megatron"),
-        (lambda: LossScale.from_dict({"intervall": 3}), "did you mean interval"),
         (lambda: polyamp.convert(3, backend="tensorfow"), "did you mean tensorflow"),
         (lambda: polyamp.autocast("fp16", backend="torhc"), "did you mean torch"),
         (lambda: polyamp.parity(len, better="high"), "parity.better="),

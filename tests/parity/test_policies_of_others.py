@@ -69,10 +69,3 @@ def test_limits_are_those_of_ml_dtypes(name: str) -> None:
     assert (ours.bits, ours.max, ours.epsilon) == (theirs.bits, float(theirs.max), float(theirs.eps))
     assert ours.smallest_normal == float(theirs.smallest_normal)
     assert ours.smallest_subnormal == float(theirs.smallest_subnormal)
-
-
-@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"tensorfloat32"}))
-def test_limits_are_those_of_torch(name: str) -> None:
-    ours, theirs = FORMATS[name], torch.finfo(getattr(torch, name))
-    assert (ours.bits, ours.max, ours.epsilon) == (theirs.bits, theirs.max, theirs.eps)
-    assert ours.smallest_normal == theirs.smallest_normal

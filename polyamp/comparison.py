@@ -19,6 +19,7 @@ tests reject at ``alpha`` (Schuirmann 1987, the two one-sided tests procedure, T
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -114,13 +115,9 @@ def seeds_to_tell(found: Difference, margin: float, seeds: int) -> int | None:
         quantiles = _quantile(1 - found.alpha, seeds - 1) + _quantile(POWER, seeds - 1)
         return quantiles * deviation <= distance * math.sqrt(seeds)
 
-    if not tells(MOST_SEEDS):
-        return None
-    low, high = seeds, MOST_SEEDS
-    while low < high:  # more seeds tell more: bisect
-        middle = (low + high) // 2
-        low, high = (low, middle) if tells(middle) else (middle + 1, high)
-    return low
+    numbers = range(seeds, MOST_SEEDS + 1)
+    first = bisect_left(numbers, True, key=tells)  # more seeds tell more
+    return numbers[first] if first < len(numbers) else None
 
 
 @cache

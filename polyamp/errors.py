@@ -93,11 +93,11 @@ class PolyampDeprecationWarning(PolyampWarning, DeprecationWarning):
 _shown: set[str] = set()
 
 
-def warn_once(message: str, *, stacklevel: int = 3) -> None:
+def warn_once(message: str, *, stacklevel: int = 3, category: type[PolyampWarning] = PolyampWarning) -> None:
     """Issue ``message`` as a `PolyampWarning`, once per process."""
     if message not in _shown:
         _shown.add(message)
-        warnings.warn(message, PolyampWarning, stacklevel=stacklevel)
+        warnings.warn(message, category, stacklevel=stacklevel)
 
 
 def warn_deprecated(old: str, instead: str, *, stacklevel: int = 3) -> None:
@@ -110,9 +110,7 @@ def warn_deprecated(old: str, instead: str, *, stacklevel: int = 3) -> None:
     apex.amp.scale_loss(loss, opt) is kept for old programs. Write instead: opt.backward(loss)
     """
     message = f"{old} is kept for old programs. Write instead: {instead}"
-    if message not in _shown:
-        _shown.add(message)
-        warnings.warn(message, PolyampDeprecationWarning, stacklevel=stacklevel)
+    warn_once(message, stacklevel=stacklevel + 1, category=PolyampDeprecationWarning)
 
 
 def forget_warnings() -> None:

@@ -55,8 +55,7 @@ class Verdict(Report):
     def first(self) -> Observation | None:
         """Return the first tensor that is not finite and is in float32; else the first, unless it only masks."""
         bad = [one for one in self.recording.observations if not one.spread.is_finite]
-        twins = map(self._in_float32, bad)
-        own = (one for one, twin in zip(bad, twins, strict=True) if twin is None or twin.spread.is_finite)
+        own = (one for one in bad if (twin := self._in_float32(one)) is None or twin.spread.is_finite)
         return next(own, self.recording.broken)
 
     @cached_property

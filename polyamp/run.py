@@ -12,7 +12,7 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
@@ -42,6 +42,10 @@ class Session(ExitStack):
         self.unchecked: set[str] = set()  # why nothing tests the gradients of a loop
         self.operations = Counter[tuple[str, str]]()  # names and formats of what ran
         self.refusal: UsageError | None = None  # stays here if the script catches it
+
+    def __enter__(self) -> Session:
+        self.replace(sys.modules[__name__], "_current", self)
+        return self
 
     def found(self, interface: str) -> None:
         """Record that the script uses mixed precision of its own; refuse it under a policy."""
@@ -105,18 +109,6 @@ def found(interface: str) -> None:
     """Call `Session.found` of the running script; outside `polyamp run` do nothing."""
     if _current is not None:
         _current.found(interface)
-
-
-@contextmanager
-def running(session: Session) -> Iterator[Session]:
-    """Make a session the current one, and undo what it changed at the end."""
-    global _current
-    before, _current = _current, session
-    try:
-        with session:
-            yield session
-    finally:
-        _current = before
 
 
 def is_script(file: str) -> bool:

@@ -17,8 +17,8 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
 
@@ -129,22 +129,17 @@ def _run_models_under(session: Session, policy: Policy) -> None:
                 stack.enter_context(_Recorder(session.operations))
             stack.enter_context(polyamp.autocast(policy, backend="torch"))
             out = original(module, *args, **kwargs)
-        return map_leaves(_in_float32, out, others=partial(_refuse_hidden, session, type(module).__name__))
+        return map_leaves(lambda leaf: leaf.float() if _is_low(leaf) else leaf, out, others=partial(refuse_hidden, module))
+
+    def refuse_hidden(module: nn.Module, leaf: Any) -> None:
+        if any(map(_is_low, getattr(leaf, "__dict__", {}).values())):
+            session.refuse(
+                f"{type(module).__name__} returns 16-bit tensors in an object, and the script expects float32",
+                found=f"{type(leaf).__module__}.{type(leaf).__qualname__}",
+                fix="return tensors, or make the object outside the module",
+            )
 
     session.replace(nn.Module, "__call__", call)
-
-
-def _in_float32(leaf: Any) -> Any:
-    return leaf.float() if _is_low(leaf) else leaf
-
-
-def _refuse_hidden(session: Session, name: str, leaf: Any) -> None:
-    if any(map(_is_low, getattr(leaf, "__dict__", {}).values())):
-        session.refuse(
-            f"{name} returns 16-bit tensors in an object, and the script expects float32",
-            found=f"{type(leaf).__module__}.{type(leaf).__qualname__}",
-            fix="return tensors, or make the object outside the module",
-        )
 
 
 class _Recorder(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
@@ -250,22 +245,17 @@ def _scale_losses(session: Session, policy: Policy) -> None:
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         session.check()
         scale, is_inner = scale_for(inputs), unstable.running_task() != -1
-        with nullcontext() if is_inner else lock, unscaling(losses, scale):
+        with ExitStack() as stack:
+            if not is_inner:
+                stack.enter_context(lock)
+            reached = _leaves_of(losses) - hooked
+            hooked.update(reached)
+            stack.callback(hooked.difference_update, reached)
+            for leaf in reached:
+                stack.callback(leaf.register_hook(lambda grad: grad / scale + grad * 0).remove)  # inf * 0 is NaN
             if not is_inner:  # else it is checkpointing's, whose leaves the outer pass does not reach
                 losses = [loss * torch.where(loss.isfinite().all(), scale, float("inf")) for loss in losses]
             original(losses, *args, inputs=inputs, **kwargs)
-
-    @contextmanager
-    def unscaling(losses: Sequence[Tensor], scale: float) -> Iterator[None]:
-        leaves: set[Any] = _leaves_of(losses) - hooked
-        handles = [leaf.register_hook(lambda grad: grad / scale + grad * 0) for leaf in leaves]  # inf * 0 is NaN
-        hooked.update(leaves)
-        try:
-            yield
-        finally:
-            hooked.difference_update(leaves)
-            for handle in handles:
-                handle.remove()
 
     def scale_for(inputs: Any) -> float:
         shared, scales = _scaler(session), policy.loss_scale.scales

@@ -16,7 +16,7 @@ from polyamp.errors import InvalidValueError
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report
-from polyamp.run import Finder, Session, execute, is_script, running
+from polyamp.run import Finder, Session, execute, is_script
 
 PolicyName = Annotated[
     str | None, typer.Option("--policy", help="Train under this policy, by name. Without it only shims are installed.")
@@ -73,7 +73,7 @@ def run_script(
 ) -> BaseException | None:
     """Run a script, report at the end, and return the exception that ended it, without the frames that called it."""
     session, error = Session(policy), None
-    with running(session):
+    with session:
         try:
             Finder(session).install()
             execute(target, arguments, is_module)

@@ -16,7 +16,7 @@ import pytest
 from polyamp import policy
 from polyamp import run as running_scripts
 from polyamp.errors import PolyampWarning, UsageError, forget_warnings
-from polyamp.run import Finder, Session, current, found, running
+from polyamp.run import Finder, Session, current, found
 
 BEGUN: list[Session] = []
 
@@ -76,7 +76,7 @@ def write(folder: Path, files: dict[str, str]) -> None:
 
 def run(code: str, session: Session | None = None, file: str = "/script/train.py") -> dict[str, Any]:
     names: dict[str, Any] = {"__name__": "__main__"}
-    with running(session or Session()) as current_session:
+    with session or Session() as current_session:
         Finder(current_session).install()
         exec(compile(code, file, "exec"), names)
     return names
@@ -172,11 +172,11 @@ def test_an_adapter_that_does_not_load_is_refused_with_a_policy_and_reported_wit
 
 def test_mixed_precision_of_its_own_is_reported_without_a_policy_and_refused_with_one() -> None:
     found("nobody listens")
-    with running(Session()) as session:
+    with Session() as session:
         code = "from polyamp.run import found\n\n\nfound('gone.amp.start')\n"
         exec(compile(code, "/script/train.py", "exec"), {})
         assert session.interfaces == {"gone.amp.start": "/script/train.py:4"}
-    with running(Session(policy("mixed_float16"))), pytest.raises(UsageError, match="of its own"):
+    with Session(policy("mixed_float16")), pytest.raises(UsageError, match="of its own"):
         found("gone.amp.start")
     assert current() is None
 
@@ -188,7 +188,7 @@ def test_what_a_session_replaces_is_put_back() -> None:
     class Library(Base):
         second = 2
 
-    with running(Session()) as session:
+    with Session() as session:
         for name in ("first", "second", "third"):
             session.replace(Library, name, "ours")
         assert (Library.first, Library.second, Library.third) == ("ours",) * 3  # type: ignore[attr-defined]

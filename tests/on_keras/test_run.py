@@ -15,7 +15,7 @@ from keras import layers, ops
 import polyamp
 from polyamp.backends.keras import LossScaledOptimizer
 from polyamp.backends.keras.run import begin
-from polyamp.run import Session, running
+from polyamp.run import Session
 
 reason = "refused there: see on_jax/test_run.py"
 pytestmark = pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason=reason)
@@ -26,7 +26,7 @@ X, Y = (RANDOM.standard_normal((64, size)).astype("float32") for size in (16, 8)
 
 @contextmanager
 def started(policy: Any = "mixed_float16") -> Iterator[Session]:
-    with running(Session(None if policy is None else polyamp.policy(policy))) as session:
+    with Session(None if policy is None else polyamp.policy(policy)) as session:
         import_module("polyamp.backends.tensorflow.run").begin(session)  # which is called first
         begin(session)
         yield session

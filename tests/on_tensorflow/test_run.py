@@ -14,7 +14,7 @@ import tensorflow as tf
 import polyamp
 from polyamp.backends.tensorflow.autocast.lowering import everywhere
 from polyamp.backends.tensorflow.run import begin
-from polyamp.run import Session, running
+from polyamp.run import Session
 
 v1 = tf.compat.v1
 RANDOM = np.random.default_rng(0)
@@ -24,7 +24,7 @@ MODES = ["eager", "graph", "xla"]
 
 @contextmanager
 def started(policy: str | None = "mixed_float16") -> Iterator[Session]:
-    with running(Session(None if policy is None else polyamp.policy(policy))) as session:
+    with Session(None if policy is None else polyamp.policy(policy)) as session:
         begin(session)
         yield session
 

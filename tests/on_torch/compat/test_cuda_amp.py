@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyamp.backends.torch import cuda_amp
 from polyamp.errors import PolyampDeprecationWarning, PolyampWarning
-from polyamp.run import Session, running
+from polyamp.run import Session
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -26,7 +26,7 @@ old_interface = pytest.mark.filterwarnings("ignore::polyamp.errors.PolyampWarnin
 
 @pytest.fixture
 def session() -> Iterator[Session]:
-    with running(Session()) as one:
+    with Session() as one:
         cuda_amp.install(one)
         yield one
 
@@ -184,7 +184,7 @@ def names() -> dict[tuple[str, str], Any]:
 
 def test_the_real_modules_have_the_names_until_the_run_ends() -> None:
     before = names()
-    with running(Session()) as session:
+    with Session() as session:
         cuda_amp.install(session)
         assert names() == {(module, name): v for module, some in cuda_amp._NAMES.items() for name, v in some.items()}
     assert names() == before
@@ -195,7 +195,7 @@ def test_modules_that_a_later_pytorch_lacks_are_created(monkeypatch: pytest.Monk
     for name in gone:
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]  # an import of None fails
     monkeypatch.delattr(torch.cuda, "amp")
-    with running(Session()) as session:
+    with Session() as session:
         cuda_amp.install(session)
         from torch.cuda.amp import GradScaler
         from torch.cuda.amp.grad_scaler import OptState

@@ -29,7 +29,7 @@ from polyamp.report import write_json
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for command in (diagnosis.explain, diagnosis.diagnose, parity):
     app.command()(command)
-app.command(context_settings=running.SETTINGS)(running.run)
+app.command(context_settings={"allow_interspersed_args": False})(running.run)  # what follows the script is its own
 console = Console() if sys.stdout and sys.stdout.isatty() else Console(width=120)  # files and pipes have no width
 
 

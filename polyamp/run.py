@@ -10,14 +10,15 @@ import functools
 import runpy
 import sys
 import sysconfig
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import FrameType, ModuleType
+from traceback import walk_stack
+from types import ModuleType
 from typing import Any, NoReturn
 
 import polyamp
@@ -38,9 +39,9 @@ class Session(ExitStack):
         self.policy = policy
         self.holders: list[Any] = []  # wrapped optimizers and scalers, whose health is reported
         self.interfaces: dict[str, str] = {}  # mixed precision of the script's own, and the line that first used it
-        self.supplied: list[str] = []
+        self.supplied = set[str]()  # names of modules
         self.unchecked: set[str] = set()  # why nothing tests the gradients of a loop
-        self.operations = Counter[tuple[str, str]]()  # names and formats of what ran
+        self.operations = defaultdict[str, Counter[str]](Counter)  # formats of what ran, by name
         self.refusal: UsageError | None = None  # stays here if the script catches it
 
     def __enter__(self) -> Session:
@@ -61,6 +62,12 @@ class Session(ExitStack):
         """End the run: the script cannot be run safely."""
         self.refusal = UsageError(what, where=script_line() or "polyamp run", found=found, fix=fix)
         raise self.refusal
+
+    def leave_unchecked(self, why: str, *, fix: str) -> None:
+        """Report that nothing tests the gradients of a loop; refuse it under a policy that has to scale its loss."""
+        if self.policy is not None and self.policy.loss_scale.scales:
+            self.refuse(why, fix=fix)
+        self.unchecked.add(why)
 
     def check(self) -> None:
         """Raise the refusal again if the script caught it: nothing may train after it."""
@@ -118,15 +125,8 @@ def is_script(file: str) -> bool:
 
 def script_line() -> str:
     """Return the innermost line of the user's script that is running, as ``train.py:12``; empty without one."""
-    frames = (frame for frame in _frames() if is_script(frame.f_code.co_filename))
-    return next((f"{frame.f_code.co_filename}:{frame.f_lineno}" for frame in frames), "")
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+    calls = ((frame.f_code.co_filename, line) for frame, line in walk_stack(sys._getframe()))
+    return next((f"{file}:{line}" for file, line in calls if is_script(file)), "")
 
 
 class Finder(MetaPathFinder, Loader):
@@ -160,7 +160,7 @@ class Finder(MetaPathFinder, Loader):
             with suppress(ImportError):
                 self._modules |= (entry.load()(self._session) if entry is not None else None) or {}
             if fullname in self._modules:
-                self._session.supplied.append(fullname)
+                self._session.supplied.add(fullname)
                 self._session.callback(sys.modules.pop, fullname, None)
                 is_package = any(name.startswith(f"{fullname}.") for name in self._modules)
                 return ModuleSpec(fullname, self, is_package=is_package, loader_state=self._modules[fullname].__spec__)
@@ -198,7 +198,7 @@ class Finder(MetaPathFinder, Loader):
     def _is_for_the_script(self, name: str) -> bool:
         """Return whether the script asks for a module: an installed package finds what is installed, as always."""
         through = self._roots | {"polyamp", name.partition(".")[0]}  # torch.load imports what a file names
-        for frame in _frames():
+        for frame, _ in walk_stack(sys._getframe()):
             file = frame.f_code.co_filename
             if is_script(file):
                 return True

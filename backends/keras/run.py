@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from typing import Any
-from weakref import WeakSet
 
 import keras
 
@@ -21,8 +20,18 @@ from polyamp.run import Session
 
 def begin(session: Session) -> None:
     """Train the script's models under the policy, if there is one."""
+
+    def check_policy(_: Any, name: str | None = None) -> None:
+        if "float16" in str(name):
+            session.found(f"keras.DTypePolicy({name!r})")
+
+    def check_optimizer(optimizer: Any, *_: Any, **__: Any) -> None:
+        if not isinstance(optimizer, LossScaledOptimizer):
+            session.found("keras.optimizers.LossScaleOptimizer")
+
     if session.policy is not None and BACKEND == "tensorflow":
-        _refuse_own(session)
+        session.check_calls(keras.DTypePolicy, "__init__", check_policy)
+        session.check_calls(keras.optimizers.LossScaleOptimizer, "__init__", check_optimizer)
         _wrap_in_compile(session, session.policy)
     elif session.policy is not None:
         session.refuse_calls(
@@ -33,34 +42,17 @@ def begin(session: Session) -> None:
         )
 
 
-def _refuse_own(session: Session) -> None:
-    """Refuse 16-bit dtype policies and loss scales that the script makes."""
-
-    def check_policy(_: Any, name: str | None = None) -> None:
-        if "float16" in str(name):
-            session.found(f"keras.DTypePolicy({name!r})")
-
-    def check_optimizer(optimizer: Any, *_: Any, **__: Any) -> None:
-        if not isinstance(optimizer, LossScaledOptimizer):
-            session.found("keras.optimizers.LossScaleOptimizer")
-
-    session.check_calls(keras.DTypePolicy, "__init__", check_policy)
-    session.check_calls(keras.optimizers.LossScaleOptimizer, "__init__", check_optimizer)
-
-
 def _wrap_in_compile(session: Session, policy: Policy) -> None:
-    owner = next(kind for kind in keras.Model.__mro__ if "compile" in vars(kind))
-    original, wrapped_here = vars(owner)["compile"], WeakSet[Any]()
+    original = keras.Model.compile
 
     @functools.wraps(original)
     def compile(model: keras.Model, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> Any:
         optimizer = keras.optimizers.get(optimizer)
-        if isinstance(optimizer, LossScaledOptimizer) and optimizer not in wrapped_here:
+        if isinstance(optimizer, LossScaledOptimizer) and optimizer not in session.holders:
             session.found("polyamp.wrap_optimizer")
-        if optimizer is not None and optimizer not in wrapped_here and policy.loss_scale.check:
+        if optimizer is not None and optimizer not in session.holders and policy.loss_scale.check:
             optimizer = wrap_optimizer(optimizer, policy, loss_scale=policy.loss_scale, max_grad_norm=None)
-            wrapped_here.add(optimizer)
             session.holders.append(optimizer)
         return original(model, optimizer, *args, **kwargs)
 
-    session.replace(owner, "compile", compile)
+    session.replace(keras.Model, "compile", compile)

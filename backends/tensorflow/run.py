@@ -35,7 +35,6 @@ def begin(session: Session) -> None:
     def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic") -> Any:
         session.found("tf.train.experimental.enable_mixed_precision_graph_rewrite")
         wrapped = graph_rewrite.enable_mixed_precision_graph_rewrite(opt, loss_scale)
-        session.callback(autocast_everywhere, None)
         if tf.executing_eagerly():
             session.holders.append(wrapped)
         return wrapped
@@ -43,20 +42,17 @@ def begin(session: Session) -> None:
     for module in map(import_module, _PLACES):
         for function in (enable_mixed_precision_graph_rewrite, graph_rewrite.disable_mixed_precision_graph_rewrite):
             session.replace(module, function.__name__, function)
+    session.callback(autocast_everywhere, None)
     policy = session.policy
     if policy is None:
         return
     autocast_everywhere(policy)
-    session.callback(autocast_everywhere, None)
     _record_products(session, policy)
 
     def take_gradients(*_: Any, **__: Any) -> None:
-        if policy.loss_scale.scales:
-            session.refuse("a loop of the script's own has to scale its loss itself", found="a gradient", fix=_WRITE)
-        session.unchecked.add("the script takes them itself; polyamp.wrap_optimizer, in the script, checks them")
+        session.leave_unchecked("the script takes gradients itself; polyamp.wrap_optimizer tests them", fix=_WRITE)
 
     if policy.loss_scale.check:
-        # Keras' own step scales the loss, and skips, by the wrapped optimizer.
         session.check_calls(tf.GradientTape, "gradient", take_gradients, by=lambda file: "-packages/keras/" not in file)
         session.check_calls(tf, "gradients", take_gradients)
         session.check_calls(tf.compat.v1.train.Optimizer, "__init__", take_gradients)
@@ -70,7 +66,7 @@ def _record_products(session: Session, policy: Policy) -> None:
         place = (operation.native, scope_path() or script_line(), lowered)
         if place not in seen:  # eager code repeats its products in each step
             seen.add(place)
-            session.operations[operation.canonical, policy.compute if lowered else AS_WRITTEN] += 1
+            session.operations[operation.canonical][policy.compute if lowered else AS_WRITTEN] += 1
 
     if lowering is not None:
         lowering.observer = note

@@ -6,9 +6,8 @@ Under a policy, three parts of torch are replaced until the run ends:
     Optimizer.__init__         an optimizer is attached to a wrapper where it is made, and stays the same object
     torch.autograd.backward    the loss is scaled, and hooks on the leaves that it reaches unscale their gradients
 
-So the script only sees float32 losses and unscaled gradients, and its own clipping, accumulation and logging are right.
-What is not finite becomes NaN, which survives clipping and adding; the step finds it, and is skipped. bfloat16 goes the
-same way with a scale of 1. What this would be wrong for is refused.
+So the script only sees float32 losses and unscaled gradients. What is not finite becomes NaN, which survives clipping
+and adding, and the step is skipped. bfloat16 has a scale of 1. What this would be wrong for is refused.
 """
 
 from __future__ import annotations
@@ -95,9 +94,6 @@ def _is_low(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT
 
 
-# The forward pass.
-
-
 def _run_models_under(session: Session, policy: Policy) -> None:
     """Run the outermost call of each module with parameters in autocast, and return its outputs in float32."""
     # Code after the model, such as the loss, was written for float32. A module without parameters, such as a criterion,
@@ -129,12 +125,13 @@ def _run_models_under(session: Session, policy: Policy) -> None:
                 stack.enter_context(_Recorder(session.operations))
             stack.enter_context(polyamp.autocast(policy, backend="torch"))
             out = original(module, *args, **kwargs)
-        return map_leaves(lambda leaf: leaf.float() if _is_low(leaf) else leaf, out, others=partial(refuse_hidden, module))
+        others = partial(refuse_hidden, type(module).__name__)
+        return map_leaves(lambda leaf: leaf.float() if _is_low(leaf) else leaf, out, others=others)
 
-    def refuse_hidden(module: nn.Module, leaf: Any) -> None:
+    def refuse_hidden(name: str, leaf: Any) -> None:
         if any(map(_is_low, getattr(leaf, "__dict__", {}).values())):
             session.refuse(
-                f"{type(module).__name__} returns 16-bit tensors in an object, and the script expects float32",
+                f"{name} returns 16-bit tensors in an object, and the script expects float32",
                 found=f"{type(leaf).__module__}.{type(leaf).__qualname__}",
                 fix="return tensors, or make the object outside the module",
             )
@@ -145,7 +142,7 @@ def _run_models_under(session: Session, policy: Policy) -> None:
 class _Recorder(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operations that run, with the formats of their results."""
 
-    def __init__(self, operations: Counter[tuple[str, str]]) -> None:
+    def __init__(self, operations: dict[str, Counter[str]]) -> None:
         super().__init__()
         self._operations = operations
 
@@ -155,11 +152,8 @@ class _Recorder(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
         operator = operator_of(op)
         made = [one for one in leaves(out) if isinstance(one, Tensor) and one.is_floating_point()]
         if made and operator.computes:
-            self._operations[operator.name, str(made[0].dtype).removeprefix("torch.")] += 1
+            self._operations[operator.name][str(made[0].dtype).removeprefix("torch.")] += 1
         return out
-
-
-# Backward passes and steps.
 
 
 class _Unscaled(Attached):
@@ -248,7 +242,7 @@ def _scale_losses(session: Session, policy: Policy) -> None:
         with ExitStack() as stack:
             if not is_inner:
                 stack.enter_context(lock)
-            reached = _leaves_of(losses) - hooked
+            reached: set[Any] = _leaves_of(losses) - hooked
             hooked.update(reached)
             stack.callback(hooked.difference_update, reached)
             for leaf in reached:
@@ -258,24 +252,17 @@ def _scale_losses(session: Session, policy: Policy) -> None:
             original(losses, *args, inputs=inputs, **kwargs)
 
     def scale_for(inputs: Any) -> float:
-        shared, scales = _scaler(session), policy.loss_scale.scales
+        shared = _scaler(session)
         wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
-        if scales and not all(one.is_leaf for one in wanted):
+        if policy.loss_scale.scales and not all(one.is_leaf for one in wanted):
             session.refuse(
                 "backward(inputs=) asks for gradients of tensors that are not leaves, and would leave them scaled",
                 fix=_BFLOAT16,
             )
-        if scales and shared is None:
-            session.refuse(
-                "a backward pass before any optimizer exists: the script may update parameters by itself, and nothing "
-                "would skip the updates in which float16 overflows",
-                found="no torch.optim.Optimizer",
-                fix=f"make the optimizer first, or {_BFLOAT16}",
-            )
         if shared is None:
-            session.unchecked.add("a backward pass ran before any torch.optim.Optimizer existed")
-            return 1.0
-        return float(shared.state.scale)
+            why = "a backward pass before any optimizer exists, so nothing can skip an update in which it overflows"
+            session.leave_unchecked(why, fix=f"make the torch.optim.Optimizer first, or {_BFLOAT16}")
+        return 1.0 if shared is None else float(shared.state.scale)
 
     session.replace(torch.autograd, "backward", backward)
 

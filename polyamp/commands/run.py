@@ -26,9 +26,6 @@ IsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a modu
 Target = Annotated[str, typer.Argument(metavar="SCRIPT", help="A Python file, folder or module.", show_default=False)]
 Arguments = Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="The script's own.", show_default=False)]
 
-SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": False}
-"""Click's settings: what follows the script is the script's."""
-
 
 def run(
     script: Target,
@@ -81,18 +78,15 @@ def run_script(
             error = raised
         if os.environ.get("RANK", "0") == "0":  # of the ranks that torchrun starts, the first one reports
             made = _RunReport(session, target, arguments, error)
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            print(end="", flush=True)
             if sys.stderr is not None:
                 print(made, file=sys.stderr, flush=True)
             if report is not None:
                 made.save(report)
     if session.refusal is not None:
         raise session.refusal.with_traceback(None) from None  # also if the script caught it
-    while error is not None and error.__traceback__ is not None:
-        if is_script(error.__traceback__.tb_frame.f_code.co_filename):
-            break
-        error.__traceback__ = error.__traceback__.tb_next
+    while error is not None and (trace := error.__traceback__) and not is_script(trace.tb_frame.f_code.co_filename):
+        error.__traceback__ = trace.tb_next
     return error
 
 
@@ -101,17 +95,12 @@ class _RunReport(Report):
 
     def __init__(self, session: Session, target: str, arguments: Sequence[str], error: BaseException | None) -> None:
         self._session, self._script, self._arguments = session, target, list(arguments)
-        self._supplied = sorted(set(session.supplied))
         self._health = [health(one) for one in session.holders]
-        self._ran: dict[str, dict[str, int]] = {}
-        for (name, form), count in session.operations.most_common():
-            self._ran.setdefault(name, {})[form] = count
         self._exit = "ended" if error is None else f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-        if isinstance(error, SystemExit):
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-            self._exit = f"exit code {code}"
         if session.refusal is not None:
             self._exit = "refused"
+        elif isinstance(error, SystemExit):
+            self._exit = f"exit code {int(error.code if isinstance(error.code, int) else error.code is not None)}"
         self._verdicts = list(self._find_verdicts()) if session.refusal is None else []
 
     def as_dict(self) -> dict[str, Any]:
@@ -121,9 +110,9 @@ class _RunReport(Report):
             "arguments": self._arguments,
             "policy": None if session.policy is None else str(session.policy),
             "exit": self._exit,
-            "supplied": self._supplied,
+            "supplied": sorted(session.supplied),
             "interfaces": [{"interface": one, "where": where} for one, where in session.interfaces.items()],
-            "operations": self._ran,
+            "operations": session.operations,
             "health": [one.as_dict() for one in self._health],
             "refusal": None if session.refusal is None else str(session.refusal),
             "verdicts": self._verdicts,
@@ -132,12 +121,13 @@ class _RunReport(Report):
     def heading(self) -> str:
         session = self._session
         lines = [f"polyamp run {self._script}: {self._exit}; {session.policy or 'no policy'}"]
-        lines += [f"supplied: {', '.join(self._supplied)}"] if self._supplied else []
+        lines += [f"supplied: {', '.join(sorted(session.supplied))}"] if session.supplied else []
         lines += [f"used: {one} at {where}" for one, where in session.interfaces.items()]
         return "\n".join([*lines, *(f"loss scale: {one}" for one in self._health)])
 
     def rows(self) -> list[tuple[str, ...]]:
-        rows = [(name, ", ".join(f"{form} {count}" for form, count in ran.items())) for name, ran in self._ran.items()]
+        ran = self._session.operations.items()
+        rows = [(name, ", ".join(f"{form} {count}" for form, count in forms.most_common())) for name, forms in ran]
         return [("operation", "ran in"), *rows] if rows else []
 
     def sentences(self) -> list[str]:
@@ -152,8 +142,5 @@ class _RunReport(Report):
                 yield f"Loss scaling: {one.why}. {one.finding}"
         yield from (f"Gradients were not checked: {why}." for why in session.unchecked)
         wants_low = session.policy is not None and session.policy.compute in low and self._exit == "ended"
-        if wants_low and not low & {form for _, form in session.operations}:
-            yield (
-                "Nothing ran in 16 bits: nothing changed. Processes that the script starts itself are not followed: "
-                "start them with torchrun."
-            )
+        if wants_low and all(low.isdisjoint(forms) for forms in session.operations.values()):
+            yield "Nothing ran in 16 bits: nothing changed. Start processes with torchrun; others are not followed."

@@ -97,7 +97,7 @@ def test_a_missing_module_is_supplied_in_every_way_to_import_it(code: str) -> No
     assert names["Scaler"].__module__ == "ours_of_tests"
     assert names["Scaler"] is sys.modules["ours_of_tests"].Scaler
     assert sys.modules["ours_of_tests"].__spec__.name == "ours_of_tests"  # type: ignore[union-attr]
-    assert session.supplied[0] == "gone"
+    assert "gone" in session.supplied
     assert pickle.loads(pickle.dumps(names["Scaler"])) is names["Scaler"]
     assert sys.meta_path == before
     assert not [name for name in sys.modules if name.startswith("gone")], "nothing is left at the end"
@@ -114,7 +114,7 @@ def test_an_installed_module_keeps_its_parts_and_gets_those_it_lacks(folder: Pat
     names = run("import gone, gone.parallel as parallel\nfrom gone import amp", session)
     assert (names["gone"].root, names["parallel"].kind) == ("installed", "installed")
     assert names["amp"].name == "ours_of_tests"
-    assert session.supplied == ["gone.amp"]
+    assert session.supplied == {"gone.amp"}
 
 
 def test_a_folder_without_code_does_not_count_as_installed(folder: Path) -> None:

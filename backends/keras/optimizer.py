@@ -264,14 +264,14 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def dynamic_scale(self) -> Any:
         """The variable with the scale of the next loss, under Keras' name; you may multiply a loss by it."""
-        variable = vars(self).get("dynamic_scale")  # TensorFlow's checkpoints look before it is assigned
+        variable = self.__dict__.get("dynamic_scale")  # TensorFlow's checkpoints look before it is assigned
         if variable is not None:
             self.scaler.losses.note_by_hand()
         return variable
 
     @dynamic_scale.setter
     def dynamic_scale(self, variable: Any) -> None:
-        vars(self)["dynamic_scale"] = variable
+        self.__dict__["dynamic_scale"] = variable
 
     @property
     def loss_scale(self) -> float:

@@ -383,7 +383,7 @@ def _list_of(decisions: Pass, node: Node) -> str:
     if is_ruled or not has_kernel or _adds_to_one_item(decisions, node):
         lists.keep([name])
     if node.op == "AddN":
-        lists.sum(name)
+        lists.take(name, is_low=False)  # as long as the items are float32, the sum takes float32
     return name
 
 

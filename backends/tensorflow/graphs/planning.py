@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Places
+from polyamp.backends.tensorflow.graphs.values import is_number
 from polyamp.backends.tensorflow.graphs.writing import RESULT, Body, Writer
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation
@@ -123,5 +124,4 @@ def _moves(decided: Decided) -> bool:
 def width_of(dtype: int) -> int:
     """Return the bytes of one element of a type; 0 for a type that is not a number."""
     kind = tf.as_dtype(dtype % 100)
-    is_number = kind.is_floating or kind.is_integer or kind.is_complex or kind.is_bool
-    return int(kind.size) if is_number else 0
+    return int(kind.size) if is_number(dtype) or kind.is_bool else 0

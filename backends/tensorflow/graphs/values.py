@@ -71,10 +71,6 @@ class Lists:
         if name:
             self._items.setdefault(name, set()).add(value._replace(role=""))
 
-    def sum(self, name: str) -> None:
-        """Record that lists are added: as long as their items are float32, this use takes float32."""
-        self.take(name, is_low=False)
-
     def keep(self, names: Iterable[str]) -> None:
         """Record that lists must hold float32."""
         for name in filter(None, names):
@@ -223,11 +219,9 @@ def value_of_capture(tensor: Any, decider: Decider) -> tuple[Value, bool]:
         return WEAK, False
     if not hasattr(tensor, "numpy"):
         return value_of_type(dtype.as_datatype_enum), False
-    return (decider.constant(magnitude(tensor.numpy())), True) if dtype == tf.float32 else (_other(dtype), True)
-
-
-def _other(dtype: Any) -> Value:
-    return Value("other", dtype.name) if dtype.as_datatype_enum in FLOATING else WEAK
+    if dtype == tf.float32:
+        return decider.constant(magnitude(tensor.numpy())), True
+    return Value("other", dtype.name) if dtype.as_datatype_enum in FLOATING else WEAK, True
 
 
 _SAME = ("Identity", "StopGradient", "PreventGradient", "CheckNumerics", "EnsureShape", "Snapshot", "Real", "Conj")
@@ -243,7 +237,7 @@ class Sameness:
 
     def has_same_operands(self, node: Node) -> bool:
         """Return whether a node's two operands are the same value, also after the same moves, such as reshapes."""
-        return len(node.inputs) == 2 and (node.inputs[0] == node.inputs[1] or self._are_same(*node.inputs))
+        return len(node.inputs) == 2 and self._key(node.inputs[0]) == self._key(node.inputs[1])
 
     def divides_again(self, node: Node) -> bool:
         """Return whether a node divides a quotient by its denominator again, like the derivative ``-x / y / y``."""
@@ -251,10 +245,7 @@ class Sameness:
         # range.
         before = self._graph.maker.get(node.inputs[0])
         is_quotient = node.op == "RealDiv" and before is not None and before.op == "RealDiv"
-        return is_quotient and before is not None and self._are_same(before.inputs[1], node.inputs[1])
-
-    def _are_same(self, one: str, other: str) -> bool:
-        return self._key(one) == self._key(other)
+        return is_quotient and before is not None and self._key(before.inputs[1]) == self._key(node.inputs[1])
 
     def _key(self, value: str) -> Any:
         if value not in self._keys:

@@ -21,6 +21,7 @@ from polyamp.backends.tensorflow.steps.skipping import (
     all_replicas,
     apply_gradients,
     decision,
+    graph_here,
     outside_update_scope,
     report_of,
     summed,
@@ -127,7 +128,7 @@ class LossScaler(tf.Module):
             report_nonfinite_loss(self.settings, compute=self.compute, found=tensor.numpy(), stacklevel=3)
         wide = tf.cast(tensor, tf.float32) if tensor.dtype in SIXTEEN_BIT else tensor
         scale = tf.convert_to_tensor(self.scalars[0])
-        self._losses.note(_place(), None if tf.distribute.has_strategy() else scale, finite)
+        self._losses.note(graph_here(), None if tf.distribute.has_strategy() else scale, finite)
         return wide * tf.cast(tf.where(finite, scale, float("inf")), wide.dtype)
 
     def unscale(self, grads: Sequence[Any]) -> tuple[list[Any], tf.Tensor]:
@@ -148,7 +149,7 @@ class LossScaler(tf.Module):
             scale = tf.convert_to_tensor(self.scalars[0])
             finite = tf.logical_and(all_finite(grads), can_divide(scale))
             if self.settings.scales:
-                scale = self._losses.claim(_place(), scale)
+                scale = self._losses.claim(graph_here(), scale)
             return unscaled(grads, scale, self.settings.max), decision(all_replicas(finite))
 
     def step(
@@ -232,7 +233,7 @@ class LossScaler(tf.Module):
         """
         if not tf.executing_eagerly():
             return StepResult(self._tensors())
-        return StepResult(self._reported(), explain=self._why())
+        return self._host_result()
 
     def load_loss_scale(self, saved: Mapping[str, Any]) -> None:
         """Continue from a state that `polyamp.save_loss_scale` returned, in any framework. Outside graphs.
@@ -286,7 +287,7 @@ class LossScaler(tf.Module):
 
     def _result(self, state: LossScaleState, operations: list[Any]) -> StepResult:
         if tf.executing_eagerly() and _is_on_cpu(state.scale):
-            return StepResult(self._reported(), explain=self._why())
+            return self._host_result()
         with after(operations):
             return StepResult(LossScaleState(*map(tf.identity, state)))
 
@@ -296,10 +297,10 @@ class LossScaler(tf.Module):
     def _tensors(self) -> LossScaleState:
         return LossScaleState(*map(tf.convert_to_tensor, self.scalars))
 
-    def _reported(self) -> LossScaleState:
+    def _host_result(self) -> StepResult:
         state = self.host_state
         report_limits(self.settings, state)
-        return state
+        return StepResult(state, explain=self._why())
 
 
 def _new_scalar(name: str, value: float) -> tf.Variable:
@@ -313,11 +314,6 @@ def _where(condition: Any, if_true: Any, if_false: Any) -> tf.Tensor:
     """Select like ``tf.where``; a Python number gets the type of the tensor next to it."""
     dtype = next((value.dtype for value in (if_true, if_false) if tf.is_tensor(value)), tf.int64)
     return tf.where(condition, tf.cast(if_true, dtype), tf.cast(if_false, dtype))
-
-
-def _place() -> Any:
-    """Return the graph that is being built; None in eager code."""
-    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def _is_on_cpu(tensor: tf.Tensor) -> bool:

@@ -122,10 +122,15 @@ def _run_if(finite: tf.Tensor, run: Callable[[], Any], report: Callable[[], Any]
     return tf.cond(finite, lambda: done(run, True), lambda: done(report, False))
 
 
+def graph_here() -> Any:
+    """Return the graph that is being built; None in eager code."""
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+
+
 def report_of(losses: ScaledLosses, settings: LossScale, compute: str | None) -> Callable[[], Any]:
     """Return a function for `update_if` that makes an operation, which reports a loss that was not finite."""
-    place = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
-    if place is None or compiles_by_xla(place) or not losses.are_here(place):
+    graph = graph_here()
+    if graph is None or compiles_by_xla(graph) or not losses.are_here(graph):
         return lambda: None  # XLA has no such operation; in eager code the loss was reported when it was scaled
 
     def report(finite: Any) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.autocast.regions import LAST
+from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping
@@ -180,7 +180,7 @@ def look_for_casts(optimizer: LossScaledOptimizer, loss: Any) -> None:
     """Note whether one of the first losses of an optimizer for 16 bits shows a region, or a cast to 16 bits."""
     dtype = DTYPES.get(optimizer.scaler.compute or "")
     if dtype in SIXTEEN_BIT and optimizer.steps < _STEPS and not torch.compiler.is_compiling():
-        seen = optimizer.lowers or LAST.count > optimizer.regions_before
+        seen = optimizer.lowers or HERE.thread.count > optimizer.regions_before
         optimizer.lowers = seen or any(map(_casts, leaves(loss)))
 
 
@@ -200,10 +200,10 @@ def report_policy(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOpti
                 "alone: nothing runs in 16 bits. Compute the loss in a region: with polyamp.autocast(policy): ...",
                 stacklevel=4,
             )
-    scaler, forward = optimizer.scaler, LAST.policy
-    if LAST.count == optimizer.regions_before or (forward is not None and forward.compute == scaler.compute):
+    scaler, forward = optimizer.scaler, HERE.thread.policy
+    if HERE.thread.count == optimizer.regions_before or (forward is not None and forward.compute == scaler.compute):
         return
-    optimizer.regions_before = LAST.count
+    optimizer.regions_before = HERE.thread.count
     # Another optimizer may have a loss scale, and the region may have been for that one.
     if not (scaler.multiplies or any(one.scaler.multiplies for one in list(alive))):
         optimizer.lacks_policy = False  # reported here

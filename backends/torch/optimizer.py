@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch import checkpoints, overflow, saving
-from polyamp.backends.torch.autocast.regions import LAST
+from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.closures import step_with_closure
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.gradients import Gradients
@@ -150,7 +150,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.is_stepping = False
         self.process_group, self.norm_group = process_group, norm_group
         self.named = {} if named is None else named
-        self.steps, self.regions_before, self.lacks_policy = 0, LAST.count, False  # see `report_policy`
+        self.steps, self.regions_before, self.lacks_policy = 0, HERE.thread.count, False  # see `report_policy`
         self.lowers: bool | None = None
         self.flags: dict[LossScaler, Tensor] = {}  # by loss: whether gradients were not finite when they were unscaled
         self._overflowed: Overflowed | None = None  # the ranks that overflowed in the last step

@@ -76,7 +76,8 @@ class Entered(ContextDecorator):
         frame = regions.enter(region, DEVICE_TYPES)
         self._entered.append(frame)
         if frame.outer is None and frame.grad:
-            HERE.policy, HERE.count = policy, HERE.count + 1
+            here = HERE.thread
+            here.policy, here.count = policy, here.count + 1
 
     @unstable.never_compiled
     def __exit__(self, *error: Any) -> None:

@@ -234,8 +234,10 @@ class Frame:
     undo: Callable[[], None] | None
 
 
-class _Thread(threading.local):
+class Thread:
     """What is known of a thread: the region that it is in, and those in which it recorded autograd's nodes."""
+
+    __slots__ = ("count", "frame", "history", "policy")  # an attribute of a `threading.local` takes thrice as long
 
     def __init__(self) -> None:
         self.frame: Frame | None = None
@@ -245,7 +247,12 @@ class _Thread(threading.local):
         self.count = 0
 
 
-HERE = LAST = _Thread()
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.thread = Thread()
+
+
+HERE = _Local()
 _kernels: Kernels | None = None
 
 
@@ -258,8 +265,9 @@ def tell(kernels: Kernels) -> None:
 @unstable.never_compiled
 def enter(region: Region | None, device_types: Iterable[str] = ()) -> Frame:
     """Make a region this thread's innermost one, and enter native autocast on device types; `leave` undoes both."""
-    outer, frame = HERE.frame, Frame()
-    HERE.frame = frame
+    here = HERE.thread
+    outer = here.frame
+    frame = here.frame = Frame()
     frame.region, frame.outer, frame.grad = region, outer, torch.is_grad_enabled()
     frame.casts = {} if outer is None else outer.casts
     # what `torch.autocast` does, in half of the time
@@ -284,7 +292,7 @@ def enter(region: Region | None, device_types: Iterable[str] = ()) -> Frame:
         _kernels.become(_NO_REGION if region is None else _numbers[region], frame.state)
     frame.again = _running() != -1
     if not frame.again:
-        HERE.history.add(_next_number(), frame.recorded)
+        here.history.add(_next_number(), frame.recorded)
     return frame
 
 
@@ -299,14 +307,15 @@ def leave(frame: Frame) -> None:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
     torch.set_autocast_cache_enabled(frame.keeps_casts)
-    outer = HERE.frame = frame.outer
+    here, outer = HERE.thread, frame.outer
+    here.frame = outer
     if _kernels is not None:
         if outer is None:
             _kernels.become(_OUTSIDE, 0)
         else:
             _kernels.become(_NO_REGION if outer.region is None else _numbers[outer.region], outer.state)
     if not frame.again:
-        HERE.history.add(_next_number(), None if outer is None else outer.recorded)
+        here.history.add(_next_number(), None if outer is None else outer.recorded)
     if frame.undo is not None:
         frame.undo()
 
@@ -333,7 +342,7 @@ def _begin_marking() -> None:
     if _marking:
         return
     _marking = True
-    frames, frame = [], HERE.frame
+    frames, frame = [], HERE.thread.frame
     while frame is not None:
         frames.append(frame)
         frame = frame.outer
@@ -346,7 +355,7 @@ def _begin_marking() -> None:
 
 def current(device_type: str = "cpu") -> Region | None:
     """Return the region that an operation on a device type runs in; None in native autocast's own regions."""
-    frame = HERE.frame
+    frame = HERE.thread.frame
     marks = marks_here() if _marking or _traced else UNMARKED
     if frame is not None and frame.marks == marks and frame.depth == nesting():
         return frame.region
@@ -359,13 +368,13 @@ def current(device_type: str = "cpu") -> Region | None:
 
 def lost_gradients() -> bool:
     """Return whether gradients were turned off inside the region, as reentrant checkpointing does for its functions."""
-    frame = HERE.frame
+    frame = HERE.thread.frame
     return frame is not None and frame.grad and not torch.is_grad_enabled()
 
 
 def casts_here() -> dict[Any, Any] | None:
     """Return the casts that are kept until this thread's outermost region ends; None outside of regions."""
-    return None if HERE.frame is None else HERE.frame.casts
+    return None if HERE.thread.frame is None else HERE.thread.frame.casts
 
 
 def nesting() -> int:
@@ -378,6 +387,6 @@ def _recorded(number: int) -> Region | None:
     """Return the region in which a node was recorded, or in which its checkpointed function was called."""
     # A node's number does not tell which thread recorded it. This thread's history comes first, since the CPU's
     # backward pass runs in the thread that called it.
-    histories = [HERE.history] if len(HERE.history.numbers) > 1 else reversed(_histories)
+    histories = [HERE.thread.history] if len(HERE.thread.history.numbers) > 1 else reversed(_histories)
     found = (history.region_at(number) for history in histories)
     return next((region for region in found if region is not None), None)

@@ -67,9 +67,8 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def running_task() -> int:
-    """Return autograd's number of the backward pass that the caller runs in; -1 outside. Numbers are not used again."""
-    return torch._C._current_graph_task_id()
+running_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Return autograd's number of the backward pass that the caller runs in; -1 outside. Numbers are not used again."""
 
 
 def running_backward() -> tuple[Sequence[Any], Sequence[Any], bool] | None:

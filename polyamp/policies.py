@@ -471,11 +471,13 @@ def current_policy() -> Policy:
 def leave(owner: object) -> AbstractContextManager[Any]:
     """Forget the last entry of an object, which need not be the last of all: two generators end in any order."""
     entered = ENTERED.get()
-    for place in reversed(range(len(entered))):
-        if entered[place][2] is owner:
-            ENTERED.set(entered[:place] + entered[place + 1 :])
-            return entered[place][1]
-    return nullcontext()  # it was entered in another task
+    place = len(entered) - 1
+    while place >= 0 and entered[place][2] is not owner:
+        place -= 1
+    if place < 0:
+        return nullcontext()  # it was entered in another task
+    ENTERED.set(entered[:place] + entered[place + 1 :])
+    return entered[place][1]
 
 
 def in_policy() -> bool:

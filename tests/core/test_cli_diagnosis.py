@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "targets.py").write_text(TARGETS)
     (tmp_path / "broken.py").write_text(BROKEN)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])  # PYTHONSAFEPATH keeps the current directory out
     for name in ("targets", "broken"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield tmp_path  # type: ignore[misc]

@@ -57,6 +57,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
     >>> from keras import ops
     >>> weight = keras.Variable([1.0, 1.0])
+    >>> from polyamp import LossScale
     >>> opt = LossScaledOptimizer(keras.optimizers.SGD(0.5), LossScale(init=8.0), max_grad_norm=1.0)
     >>> _ = opt.apply_gradients([(ops.array([24.0, 32.0]), weight)])  # of the loss times 8
     >>> weight.numpy().round(4), opt.last_step

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,17 +23,25 @@ def run_tests(file: Path, suite: str, *arguments: str | Path, **environment: str
 def run_together(file: Path, suite: str, environments: Sequence[dict[str, str]], *arguments: str | Path) -> str:
     """Run the same tests in several processes at once; otherwise as `run_tests`."""
     command = [sys.executable, "-m", "pytest", "-q", f"--suite={suite}", "-p", "no:cacheprovider", file, *arguments]
+    # Each has its own folder for temporary files: pytest's cleaning of a shared one fails now and then.
+    folders = [tempfile.TemporaryDirectory() for _ in environments]
     runs = [
         subprocess.Popen(
-            command, env={**os.environ, **own}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            env={**os.environ, "PYTEST_DEBUG_TEMPROOT": folder.name, **own},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
-        for own in environments
+        for folder, own in zip(folders, environments, strict=True)
     ]
     try:
         outputs = [run.communicate(timeout=SECONDS)[0] for run in runs]
     finally:
         for run in runs:
             run.kill()
+        for folder in folders:
+            folder.cleanup()
     assert not any(run.returncode for run in runs), "\n".join(outputs)
     return "\n".join(outputs)
 

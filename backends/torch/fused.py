@@ -86,6 +86,9 @@ class FusedStep:
             self._count_on_host()
             return False
         self._counts_on_device = True
+        if optimizer.masters is not None:
+            optimizer.masters.follow(on_device=True)
+            optimizer.masters.clear_gradients()
         device = batches[0].device if batches else self._inner.param_groups[0]["params"][0].device
         scale, control, scratch = scale_on(scaling.factor, device), scaler.control_on(device), self._scratch_on(device)
         advances = checks and scaler.opens_round(optimizer)
@@ -94,12 +97,10 @@ class FusedStep:
         if checks or max_norm is not None:
             every = [grad for some in grads for grad in some]
             torch.ops.polyamp.grad_stats(every, [], scale, stats, scratch.workspace)
-        else:
-            stats.zero_()
         if max_norm is not None and batches and hasattr(batches[0].first, "placements"):
             add_shards_(stats[:1], batches[0].first)
         if not checks:
-            stats[1:].zero_()
+            (stats if max_norm is None else stats[1:]).zero_()
         elif has_peers(ranks):
             stats[1:], overflowed = any_rank(stats[1:], ranks)
         report = torch.empty_like(control)
@@ -139,9 +140,6 @@ class FusedStep:
         rule = update_rule_of(self._inner)
         if rule is None or has_step_pre_hooks(self._inner):
             return None  # hooks must see unscaled gradients
-        if masters is not None:
-            masters.follow(on_device=True)
-            masters.clear_gradients()
         models = NO_MASTERS if masters is None else masters.parameters_by_master()
         batches = self._calls.of(self._inner, rule, models, self.is_for)
         if batches is None or len({batch.device for batch in batches}) > 1:  # statistics would have to be combined

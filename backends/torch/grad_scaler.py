@@ -339,7 +339,7 @@ _NOT_COPIED = ("_seen", "_stepped", "_explain")
 _ALIVE: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # all enabled scalers of plain optimizers in this process
 
 
-def _report_clipping(given: list[Tensor], limit: float, *, measured: bool) -> list[Tensor]:
+def _report_clipping(given: list[Tensor], limit: float, measured: bool) -> list[Tensor]:
     """Warn once if gradients are clipped that a scaler has not unscaled; torch's scaler allows it."""
     graded = set() if math.isinf(limit) or LISTENERS else {id(one) for one in given if one.grad is not None}
     for scaler in tuple(_ALIVE) if graded else ():

@@ -96,7 +96,7 @@ def guard(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) 
     """Guard the inner optimizer's step and torch's clipping functions, for as long as an optimizer lives."""
     if not (optimizer.scaler.multiplies or optimizer.masters is not None):
         return
-    ask_before_clipping("optimizers", lambda params, limit, *, measured: _clipped(params, limit, alive, measured))
+    ask_before_clipping("optimizers", lambda params, limit, measured: _clipped(params, limit, alive, measured))
     weakref.finalize(optimizer, leave_clipping, "optimizers").atexit = False
     inner = optimizer.inner
     if hasattr(inner, "_optimizer_step_pre_hooks"):  # some that wrap others have not run torch's own set-up
@@ -179,22 +179,22 @@ def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptim
 def look_for_casts(optimizer: LossScaledOptimizer, loss: Any) -> None:
     """Note whether one of the first losses of an optimizer for 16 bits shows a region, or a cast to 16 bits."""
     dtype = DTYPES.get(optimizer.scaler.compute or "")
-    if dtype in SIXTEEN_BIT and optimizer.steps < _STEPS and not torch.compiler.is_compiling():
+    if dtype in SIXTEEN_BIT and not torch.compiler.is_compiling():
         seen = optimizer.lowers or HERE.thread.count > optimizer.regions_before
         optimizer.lowers = seen or any(map(_casts, leaves(loss)))
 
 
 def report_policy(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:
     """Warn once, at a later step, if the regions and the optimizer's policy do not fit each other."""
-    if optimizer.steps < _STEPS:
+    if optimizer.steps < STEPS:
         optimizer.steps += 1
-        if optimizer.steps == _STEPS and optimizer.lacks_policy and not in_policy():
+        if optimizer.steps == STEPS and optimizer.lacks_policy and not in_policy():
             warn_once(
                 "the optimizer was wrapped without a policy, so nothing is scaled or checked: pass one, as in "
                 'polyamp.wrap_optimizer(optimizer, "mixed_float16").',
                 stacklevel=4,
             )
-        if optimizer.steps == _STEPS and optimizer.lowers is False:
+        if optimizer.steps == STEPS and optimizer.lowers is False:
             warn_once(
                 f"the optimizer was wrapped for {optimizer.scaler.compute}, and its losses were computed in float32 "
                 "alone: nothing runs in 16 bits. Compute the loss in a region: with polyamp.autocast(policy): ...",
@@ -210,7 +210,7 @@ def report_policy(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOpti
         report_missing_scale(scaler.settings, scaler.compute, forward, stacklevel=4)
 
 
-_STEPS = 2  # the first one can be a warm-up
+STEPS = 2  # after which it is reported; the first one can be a warm-up
 
 
 def _casts(loss: Tensor) -> bool:

@@ -35,6 +35,7 @@ from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.guards import (
     LISTENERS,
+    STEPS,
     check_no_scaler,
     check_not_shared,
     guard,
@@ -230,7 +231,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """
         if not torch.compiler.is_compiling() and infers_pipeline():
             return loss
-        if self.steps < 2:
+        if self.steps < STEPS:
             look_for_casts(self, loss)
         return self.scaler.of(loss_id).scale(loss, process_group=self.process_group, by=self)
 

@@ -7,6 +7,8 @@ scaled loss marks its backward pass while it runs, and a hook on parameters note
     penalty.backward()      a pass without a mark reaches them too
     opt.step()              refused: no factor is right for both
 
+If a pass starts from more than one loss, its graph shows what it reaches without a scale.
+
 Gradients have one scale. If a pass with another one begins while there are gradients, whatever of it arrives is brought
 to the scale of what is there, by a power of two in the usual case, which is exact:
 

@@ -70,7 +70,9 @@ class LossScaler:
         """Return the scaler of losses with an id; None is this one."""
         if loss_id is None:
             return self
-        return self.others.setdefault(loss_id, LossScaler(self.settings, self.compute))
+        if loss_id not in self.others:
+            self.others[loss_id] = LossScaler(self.settings, self.compute)
+        return self.others[loss_id]
 
     def all(self) -> list[LossScaler]:
         """Return this scaler, and those of losses with an id."""

@@ -96,8 +96,9 @@ _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "_clip_grads_with_norm_")
 
 
-# Chooses what is clipped in place of these gradients' parameters; ``measured=``: not these any more.
-Choose = Callable[..., list[Tensor]]
+Choose = Callable[[list[Tensor], float, bool], list[Tensor]]
+"""Chooses the parameters to clip to a limit in place of the given ones; not others if their norm is known already."""
+
 _CHOOSING: dict[str, Choose] = {}
 _USERS: Counter[str] = Counter()
 _REPLACED: list[tuple[Any, str, Any]] = []  # where a function of torch was replaced, its name there, and the function
@@ -152,7 +153,7 @@ def _asking(original: Callable[..., Any], *, measured: bool) -> Callable[..., An
         chosen = given
         if isinstance(most, int | float):
             for choose in tuple(_CHOOSING.values()):
-                chosen = choose(chosen, float(most), measured=measured)
+                chosen = choose(chosen, float(most), measured)
         if chosen is not given:
             again: Any = chosen
         else:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import platform
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from importlib import metadata
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,9 +47,12 @@ def version() -> None:
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False) -> None:
+def doctor(
+    framework: Annotated[list[str] | None, typer.Argument(help="Only these, however long they take to load.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
     """Show which frameworks are installed, on which devices, and which formats are fast there."""
-    found = examine()
+    found = examine(framework)
     if as_json:
         print(json.dumps(found, indent=2))
     else:
@@ -56,44 +61,62 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
         raise typer.Exit(1)
 
 
-def examine() -> dict[str, Any]:
-    """Load every adapter and ask it to describe itself; for a missing framework, report how to install it."""
-    names, problem = [], None
+_SLOW = ("keras", "tensorflow")  # importing them can take ten seconds
+_PATIENCE = 2.0  # seconds for which doctor waits for these
+
+
+def examine(asked: list[str] | None = None) -> dict[str, Any]:
+    """Let adapters describe their frameworks, side by side in processes of their own: all, or those asked for."""
+    names, problem = asked or [], None
     try:
-        names = adapters.names()
+        names = [adapters.entry_named(name).name for name in names] or adapters.names()
     except UnsupportedError as error:
         problem = str(error)
+    end = time.monotonic() + _PATIENCE
+    answers = {name: _ask(name) for name in names}
+    for name in sorted(names, key=_SLOW.__contains__):
+        can_wait = bool(asked) or name not in _SLOW
+        answers[name].poll(None if can_wait else max(0.0, end - time.monotonic()))
     return {
         "polyamp": polyamp.__version__,
         "python": platform.python_version(),
         "system": f"{platform.platform()}, {os.cpu_count()} cores",
         "problem": problem,
-        "frameworks": {name: _examine(name) for name in names},
+        "frameworks": {name: _answer(name, pipe) for name, pipe in answers.items()},
     }
 
 
-def _examine(name: str) -> dict[str, Any]:
+def _ask(name: str) -> Connection:
+    """Start a process that sends the description of a framework; it ends with this one at the latest."""
+    context = multiprocessing.get_context("fork")  # starts at once, and knows what is loaded
+    receives, sends = context.Pipe(duplex=False)
+    context.Process(target=_examine, args=(name, sends), daemon=True).start()
+    sends.close()
+    return receives
+
+
+def _examine(name: str, sends: Connection) -> None:
+    os.nice(19 if name in _SLOW else 0)  # the others come first
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)  # for what frameworks log, C++ code included
     try:
-        with _without_log_lines():
-            return {"installed": True, **adapters.adapter_named(name).describe()}
+        found = {"installed": True, **adapters.adapter_named(name).describe()}
     except Exception as error:
-        return {"installed": False, "why": adapters.why_broken(name, error)}
+        found = {"installed": False, "why": adapters.why_broken(name, error)}
+    sends.send(json.dumps(found))  # a version may be an object of the framework's
 
 
-@contextmanager
-def _without_log_lines() -> Iterator[None]:
-    """Send what frameworks write to standard error to nowhere, C++ code included."""
-    if sys.stderr is None:  # it is closed
-        yield
-        return
-    with open(os.devnull, "wb") as nowhere:
-        kept = os.dup(2)
-        os.dup2(nowhere.fileno(), 2)
+def _answer(name: str, receives: Connection) -> dict[str, Any]:
     try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        if receives.poll():
+            answer: dict[str, Any] = json.loads(receives.recv())
+            return answer
+    except EOFError:
+        return {"installed": False, "why": adapters.why_broken(name, SystemError("the process ended"))}
+    found = [one for package in (name, f"{name}-cpu") for one in metadata.distributions(name=package)]
+    notes = [f"not asked for devices, since it takes long to load: polyamp doctor {name} waits for it"]
+    return {"installed": True, "version": found[0].version if found else "", "devices": [], "notes": notes}
 
 
 def _print_diagnosis(found: dict[str, Any]) -> None:

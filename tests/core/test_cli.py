@@ -86,6 +86,24 @@ def test_a_broken_framework_is_named_and_the_others_are_shown() -> None:
         assert "Traceback" not in done.stderr
 
 
+def test_a_doctor_who_is_not_asked_for_slow_frameworks_does_not_wait_for_them() -> None:
+    blocked = WITHOUT_FRAMEWORKS.replace("        if", SLOW, 1)
+    done = subprocess.run([sys.executable, "-c", blocked, "doctor"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("takes long to load") == 2
+    assert "the process ended" in done.stdout
+    assert not done.stderr
+    done = subprocess.run([sys.executable, "-c", blocked, "doctor", "torch"], capture_output=True, text=True)
+    assert ("torch" in done.stdout, "keras" in done.stdout) == (True, False)
+
+
+SLOW = """        if name in ("tensorflow", "keras"):
+            sys.stderr.write("a line of a log")
+            __import__("time").sleep(600)
+        if name == "torch":
+            __import__("os").abort()
+        if"""
+
+
 def test_a_region_before_any_framework_says_that_it_does_nothing() -> None:
     code = "import polyamp\nwith polyamp.autocast('mixed_float16'): pass"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

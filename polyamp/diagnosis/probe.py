@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +49,8 @@ class Probe(Report):
     # powers of two to keep free above the largest gradient: other batches, and the first steps, have larger gradients
     margin: float = 3.0
     rounding: Rounding | None = None  # how 16 bits change the step's values; None if they agree, or were not compared
+    fits: bool = False  # whether the forward pass was sound in 16 bits: what is beyond the format only masks
+    is_cured: bool = False  # whether it was sound with `rules`
 
     @cached_property
     def bounding(self) -> tuple[Observation, ...]:
@@ -82,7 +84,7 @@ class Probe(Report):
     @cached_property
     def overflowing(self) -> tuple[Observation, ...]:
         """Return the forward pass's 16-bit tensors that are beyond the format. No loss scale helps there."""
-        limit = format_of(self.format).max
+        limit = math.inf if self.fits else format_of(self.format).max
         return tuple(one for one in self._forward if one.spread.is_finite and one.spread.largest > limit)
 
     @cached_property
@@ -207,9 +209,13 @@ class Probe(Report):
             )
         lines += [
             f"The forward pass overflows {self.format} in {one.place} (largest {one.spread.largest:.3g}): no loss "
-            f'scale helps; keep it float32 with rules={{"{one.pattern}": "full"}}.'
+            "scale helps."
             for one in (makers(self.overflowing) or self.overflowing)[:3]
         ]
+        if self.is_cured:
+            lines.append(f"Keep it float32: rules={self.rules!r} (tried: the forward pass is then finite).")
+        elif self.overflowing:
+            lines.append("polyamp.diagnose tries rules.")
         if self.rounding and not self.overflowing:
             lines.append(f"Rounding to {self.format} changes the step: {self.rounding}. polyamp.diagnose tries rules.")
         return [*lines, *self._about_scales()]
@@ -230,8 +236,7 @@ class Probe(Report):
             f"no loss scale suits all gradients: {needing.place} needs {power(self.need(needing))} or more, and "
             f"{tolerating.place} tolerates {power(self.tolerate(tolerating))} at most, without the margin of "
             f"{self.margin:g} bits.",
-            f"Start with {written(self.recommended)}; if that trains worse than float32, keep one of the two float32 "
-            "by a rule.",
+            f"Start with {written(self.recommended)}.",
         ]
 
 
@@ -269,7 +274,8 @@ def probe(
 ) -> Probe:
     """Examine every tensor of one training step, computed in float32, and report which loss scales are safe in 16 bits.
 
-    The step is also run under the policy, and its loss and tensors are compared: see ``Probe.rounding``.
+    The step is also run under the policy, and its loss and tensors are compared: see ``Probe.rounding``. Rules for a
+    forward pass that overflows are tried.
 
     >>> import jax.numpy as jnp
     >>> def loss_fn(params, x):
@@ -306,11 +312,17 @@ def probe(
     check_range("tolerance", tolerance, 0.0, 1.0, where="probe(tolerance=)")
     check_range("margin", margin, 0.0, 100.0, where="probe(margin=)")
     recording = record(step, args, kwargs, chosen, backend, widened=True, scale=scale)
-    found = None
-    if name == chosen.compute:
-        own = scale if scale is not None or recording.differentiates else 1.0
-        found = rounding(record(step, args, kwargs, chosen, backend, widened=False, scale=own), recording)
-    return Probe(recording.unscaled().by_layer(), name, tolerance, margin, found)
+    found = Probe(recording.unscaled().by_layer(), name, tolerance, margin)
+    if name != chosen.compute:
+        return found
+    own = scale if scale is not None or recording.differentiates else 1.0
+    narrow = record(step, args, kwargs, chosen, backend, widened=False, scale=own)
+    found = replace(found, rounding=rounding(narrow, recording), fits=narrow.is_forward_sound)
+    if found.rules:
+        ruled = make_policy(chosen, rules=found.rules)
+        tried = record(step, args, kwargs, ruled, backend, widened=False, scale=own)
+        found = replace(found, is_cured=tried.is_forward_sound)
+    return found
 
 
 def record(

@@ -120,6 +120,14 @@ class Recording:
         is_fine = is_mask and (self.loss is None or math.isfinite(self.loss))
         return None if is_fine else next(iter(bad), None)
 
+    @property
+    def is_forward_sound(self) -> bool:
+        """Return whether the forward pass has a finite loss, or where the step shows no loss, is finite throughout."""
+        seen = [one.spread for one in self.of_kind(ACTIVATION)]
+        if self.loss is None:
+            return all(spread.is_finite for spread in seen)
+        return math.isfinite(self.loss) and not any(spread.nan for spread in seen)
+
     @cached_property
     def numbered(self) -> dict[tuple[Kind, str, int], Observation]:
         """Return the observations by kind, place, and the number of earlier ones of that kind at that place."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -85,11 +86,13 @@ def test_bfloat16_needs_no_scale() -> None:
     assert probe.recommended == LossScale.skip_nonfinite()
 
 
-def test_a_forward_overflow_is_told_with_the_rule_that_keeps_it_in_float32() -> None:
+def test_a_forward_overflow_is_told_with_a_rule_only_where_it_was_tried() -> None:
     probe = probed(observation(ACTIVATION, "block/3", 1e6), observation(GRADIENT, "block/3", USUAL))
     assert probe.rules == {"block/3/matmul": "full"}
     assert not probe.is_safe
-    assert 'rules={"block/3/matmul": "full"}' in str(probe)
+    assert "rules=" not in str(probe)
+    assert "rules={'block/3/matmul': 'full'}" in str(replace(probe, is_cured=True))
+    assert replace(probe, fits=True).is_safe  # a mask
 
 
 def test_what_is_not_finite_in_float32_is_told_as_such() -> None:

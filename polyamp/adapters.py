@@ -1,8 +1,8 @@
 """The interface between the core and a framework.
 
-An adapter is one object, registered in the entry-point group ``polyamp.backends``. It must have the verbs in `REQUIRED`
-and offers each other verb of `Adapter` by having an attribute of that name. Any class with these methods is an adapter.
-The adapters of polyamp are tables of verbs instead::
+An adapter is one object, registered in the entry-point group ``polyamp.backends``. It must have the first verbs of
+`Adapter`, and offers each of the others by having an attribute of that name. Any class with these methods is an
+adapter. The adapters of polyamp are tables of verbs instead::
 
     adapter = AdapterTable(
         "torch",
@@ -10,8 +10,6 @@ The adapters of polyamp are tables of verbs instead::
         owns=(torch.Tensor, torch.nn.Module),
         verbs={"cast": cast, "record": "polyamp.backends.torch.recording.record:record", ...},
     )
-
-`polyamp.testing.Conformance` tests all of it, in both forms.
 
 An object's adapter is found by its type, and no framework is imported to find out. To record a step, for example::
 
@@ -155,10 +153,6 @@ class Adapter(Protocol):
     def fsdp_policy(self, policy: Policy, *, reduce: str, output: str, cast_forward_inputs: bool) -> Any:
         """Return the framework's object for `Policy.to_fsdp`. ``reduce`` and ``output`` are names of formats."""
 
-    # For a framework whose ambient autocast other frameworks may run in.
-    def is_lowering(self) -> bool:
-        """Return whether operations that run now are lowered."""
-
     # For a framework whose steps can be recorded, tensor by tensor.
     def record(
         self,
@@ -193,10 +187,6 @@ class Adapter(Protocol):
             policy: the policy it will train under.
             optimizer: the optimizer it is trained with; None if none was passed.
         """
-
-
-REQUIRED = ("owns", "describe", "cast", "wrap_optimizer", "scale_loss", "loss_scale_of", "load_loss_scale")
-OPTIONAL = tuple(name for name in vars(Adapter) if not name.startswith("_") and name not in REQUIRED)
 
 
 class AdapterTable:

@@ -40,6 +40,7 @@ NEEDS = {
 SUITES = {f"on_{name}" if NEEDS[name] == [name] else name: name for name in NEEDS}  # no folder has a framework's name
 BY_DEFAULT = [name for name in NEEDS if name != "works_with"]  # its libraries are a gigabyte
 HERE = Path(__file__).parent
+pytest.register_assert_rewrite("support.conformance")
 
 EXAMPLES = {"ci": 25, "nightly": 300}  # for each property; without deadlines, since first calls trace and compile
 

@@ -3,7 +3,7 @@
 import tensorflow as tf
 
 from polyamp.adapters import AdapterTable
-from polyamp.backends.tensorflow.autocast.context import autocast_context, is_lowering
+from polyamp.backends.tensorflow.autocast.context import autocast_context
 from polyamp.backends.tensorflow.casting import cast
 from polyamp.backends.tensorflow.devices import describe
 from polyamp.backends.tensorflow.graphs.rewrite import planned, rewritten_for
@@ -28,7 +28,6 @@ adapter = AdapterTable(
         "loss_scale_of": loss_scale_of,
         "load_loss_scale": load_loss_scale,
         "autocast_context": autocast_context,
-        "is_lowering": is_lowering,
         "rewrite": rewritten_for,
         "explain": planned,
         "record": "polyamp.backends.tensorflow.recording.record:record",

@@ -156,3 +156,37 @@ def test_an_adapter_installed_twice_is_no_conflict(tmp_path: Path) -> None:
     distribution(tmp_path, "one", "mxnet = one:adapter")
     distribution(tmp_path, "two", "mxnet = one:adapter")
     assert "'mxnet'" in run(ENTRIES, path=tmp_path)
+
+
+ADAPTER = """
+class Array(list):
+    pass
+
+class Adapter:
+    name, operations = "mine", {"mm": "matmul"}
+
+    def owns(self, obj):
+        return False
+
+    def cast(self, tree, format_name, /):
+        return f"{tree} in {format_name}"
+
+adapter = Adapter()
+"""
+
+USE = """
+import polyamp, mine
+print(polyamp.adapters.adapter_named("mine").name, polyamp.policy("fp16").cast_to_compute(mine.Array([1.5])))
+try:
+    polyamp.convert(mine.Array())
+except polyamp.errors.UnsupportedError as error:
+    print(error)
+"""
+
+
+def test_an_adapter_of_somebody_else_is_found_by_its_entry_point(tmp_path: Path) -> None:
+    distribution(tmp_path, "theirs", "mine = mine:adapter")
+    (tmp_path / "mine.py").write_text(ADAPTER)
+    said = run(USE, path=tmp_path)
+    assert said.startswith("mine [1.5] in float16\n")
+    assert "the mine adapter has no convert" in said

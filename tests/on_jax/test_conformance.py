@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polyamp.testing import Conformance
+from support.conformance import Conformance
 from support.harness_jax import JaxHarness
 
 

@@ -12,7 +12,7 @@ from keras import layers
 
 import polyamp
 from polyamp.backends.keras import LossScaledOptimizer, adapter
-from polyamp.testing import Conformance
+from support.conformance import Conformance
 from support.harness_keras import KerasHarness
 
 

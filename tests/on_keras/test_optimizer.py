@@ -13,7 +13,7 @@ from keras import layers, ops
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.keras import LossScaledOptimizer
-from polyamp.testing import random_arrays, same_bits, spoiled
+from support.harness import random_arrays, same_bits, spoiled
 from support.harness_keras import to_numpy
 
 pytestmark = [

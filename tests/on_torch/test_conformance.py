@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from polyamp import LossScale, policy
-from polyamp.testing import Conformance, random_arrays, same_bits
+from support.conformance import Conformance
+from support.harness import random_arrays, same_bits
 from support.harness_torch import TorchHarness
 from support.torch_steps import DEVICES
 

@@ -22,7 +22,7 @@ from polyamp import LossScale, LossScaleState, PolyampWarning
 from polyamp.backends.torch import GradScaler
 from polyamp.errors import StateError
 from polyamp.libraries import LIBRARIES
-from polyamp.testing import overflow_trace
+from support.harness import overflow_trace
 from support.loss_scale_cases import TRACES, DeepSpeed, walk
 from support.other_libraries import ALL, INSTALLED
 

@@ -1,4 +1,4 @@
-"""Drive JAX with NumPy arrays, for the conformance and parity suites."""
+"""Drive the JAX adapter with NumPy arrays: optax optimizers outside ``jit``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import optax
 from numpy.typing import NDArray
 
 import polyamp
-from polyamp.testing import Arrays
+from support.harness import Arrays
 
 OPTIMIZERS = {"sgd": optax.sgd, "adam": optax.adam}
 
@@ -67,9 +67,6 @@ class JaxHarness:
 
     def tree(self, arrays: Arrays) -> dict[str, jax.Array]:
         return {name: jnp.asarray(array) for name, array in arrays.items()}
-
-    def trainable(self, array: NDArray[Any]) -> jax.Array:
-        return jnp.asarray(array)
 
     def arrays(self, tree: dict[str, jax.Array]) -> dict[str, NDArray[Any]]:
         return {name: np.asarray(array) for name, array in tree.items()}

@@ -1,4 +1,4 @@
-"""Drive the Keras adapter for `polyamp.testing`, on the backend that Keras runs on."""
+"""Drive the Keras adapter with NumPy arrays, on the backend that Keras runs on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 import polyamp
 from polyamp.backends.keras.native import value_of
-from polyamp.testing import Arrays
+from support.harness import Arrays
 
 
 def to_numpy(tensor: Any) -> NDArray[Any]:
@@ -68,9 +68,6 @@ class KerasHarness:
 
     def tree(self, arrays: Arrays) -> dict[str, keras.Variable]:
         return {name: keras.Variable(array, dtype=array.dtype.name, trainable=False) for name, array in arrays.items()}
-
-    def trainable(self, array: NDArray[Any]) -> Any:
-        return keras.Variable(array, dtype="float32").value
 
     def arrays(self, tree: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
         return {name: to_numpy(value) for name, value in tree.items()}

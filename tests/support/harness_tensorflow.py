@@ -1,4 +1,4 @@
-"""Drive the TensorFlow adapter for `polyamp.testing`: ``tf.compat.v1.train`` optimizers in a ``tf.function``."""
+"""Drive the TensorFlow adapter with NumPy arrays: ``tf.compat.v1.train`` optimizers in a ``tf.function``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 import polyamp
-from polyamp.testing import Arrays
+from support.harness import Arrays
 
 OPTIMIZERS = {
     "sgd": tf.compat.v1.train.GradientDescentOptimizer,
@@ -73,9 +73,6 @@ class TensorFlowHarness:
 
     def tree(self, arrays: Arrays) -> dict[str, tf.Tensor]:
         return {name: tf.constant(array) for name, array in arrays.items()}
-
-    def trainable(self, array: NDArray[Any]) -> tf.Variable:
-        return tf.Variable(array)
 
     def arrays(self, tree: Mapping[str, tf.Tensor]) -> dict[str, NDArray[Any]]:
         return {name: tensor.numpy() for name, tensor in tree.items()}

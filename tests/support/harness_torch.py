@@ -1,4 +1,4 @@
-"""Drive the PyTorch adapter for `polyamp.testing`; and helpers that the tests of that adapter share."""
+"""Drive the PyTorch adapter with NumPy arrays; and helpers that the tests of that adapter share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from polyamp.backends.torch import LossScaledOptimizer
 from polyamp.backends.torch.dtypes import dtype_of
 from polyamp.policies import Policy
 from polyamp.scale import StepResult
-from polyamp.testing import Arrays
+from support.harness import Arrays
 
 
 def to_numpy(tensor: torch.Tensor) -> NDArray[Any]:
@@ -115,9 +115,6 @@ class TorchHarness:
 
     def tree(self, arrays: Arrays) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
-
-    def trainable(self, array: NDArray[Any]) -> torch.Tensor:
-        return torch.nn.Parameter(torch.from_numpy(np.array(array)))
 
     def arrays(self, tree: Mapping[str, torch.Tensor]) -> dict[str, NDArray[Any]]:
         return {name: to_numpy(tensor) for name, tensor in tree.items()}

@@ -13,7 +13,7 @@ import pytest
 
 import polyamp
 from polyamp.backends.jax import check_limits, select
-from polyamp.testing import overflow_trace
+from support.harness import overflow_trace
 from support.jax_cases import FLOAT16, MASK, OPTIMIZERS, STEPS, bits, gradients, params, wrapped_to_step
 
 COMPILED = STEPS[:-1]

@@ -18,7 +18,7 @@ from flax import serialization
 
 import polyamp
 from polyamp.backends.jax import LossScaleOptState
-from polyamp.testing import overflow_trace
+from support.harness import overflow_trace
 
 CONFIG = polyamp.LossScale(init=2.0**10, interval=3, hysteresis=2)
 TX = polyamp.wrap_optimizer(optax.adam(0.1), "O2", loss_scale=CONFIG)

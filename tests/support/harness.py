@@ -1,4 +1,4 @@
-"""The harness that the conformance suite needs for a framework: it drives the framework with NumPy arrays."""
+"""What a framework needs for the tests that are the same in all of them: a harness that drives it with NumPy arrays."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from polyamp.policies import Policy
-from polyamp.scale import StepResult
+from polyamp import Policy, StepResult
 
 Arrays = Mapping[str, NDArray[Any]]
 
@@ -17,8 +16,7 @@ Arrays = Mapping[str, NDArray[Any]]
 class Session(Protocol):
     """A wrapped optimizer and the parameters it trains."""
 
-    holder: Any
-    """The argument of `polyamp.save_loss_scale`: the wrapped optimizer, or its state."""
+    holder: Any  # the argument of `polyamp.save_loss_scale`: the wrapped optimizer, or its state
 
     def step(self, grads: Arrays) -> StepResult:
         """Run one step with float32 gradients that are not scaled yet.
@@ -40,8 +38,7 @@ class Session(Protocol):
 class Harness(Protocol):
     """One framework, driven with NumPy arrays."""
 
-    name: str
-    """The adapter's name."""
+    name: str  # the adapter's
 
     def start(
         self,
@@ -52,10 +49,7 @@ class Harness(Protocol):
         learning_rate: float = 0.1,
         **options: Any,
     ) -> Session:
-        """Store ``weights`` in the policy's ``param`` format and wrap a plain optimizer of the framework.
-
-        ``options`` go to `polyamp.wrap_optimizer`.
-        """
+        """Store ``weights`` in the policy's ``param`` format, and wrap a plain optimizer with these options."""
 
     def plain_optimizer(self) -> Any:
         """Return an optimizer that is not wrapped."""
@@ -63,30 +57,19 @@ class Harness(Protocol):
     def tree(self, arrays: Arrays) -> Any:
         """Return the arrays as the framework's own arrays, in a dict."""
 
-    def trainable(self, array: NDArray[Any]) -> Any:
-        """Return an array that training may change. Only adapters with the verb ``record`` need this."""
-
     def arrays(self, tree: Any) -> dict[str, NDArray[Any]]:
         """Convert the result of ``tree`` back to NumPy arrays."""
 
 
 def same_bits(left: Arrays, right: Arrays) -> bool:
-    """Return whether two sets of arrays are equal bit by bit, including NaN and negative zero.
-
-    >>> same_bits({"a": np.float32([0.0])}, {"a": np.float32([-0.0])})
-    False
-    """
+    """Return whether two sets of arrays are equal bit by bit, including NaN and negative zero."""
     return left.keys() == right.keys() and all(
         left[name].dtype == right[name].dtype and left[name].tobytes() == right[name].tobytes() for name in left
     )
 
 
 def random_arrays(seed: int, scale: float = 1.0) -> dict[str, NDArray[np.float32]]:
-    """Return normal float32 arrays of several shapes, one of them with a single element.
-
-    >>> {name: array.shape for name, array in random_arrays(0).items()}
-    {'matrix': (4, 3), 'vector': (5,), 'single': (1,)}
-    """
+    """Return normal float32 arrays of several shapes, one of them with a single element."""
     rng = np.random.default_rng(seed)
     shapes = {"matrix": (4, 3), "vector": (5,), "single": (1,)}
     return {name: (rng.standard_normal(shape) * scale).astype(np.float32) for name, shape in shapes.items()}
@@ -100,9 +83,5 @@ def spoiled(grads: Arrays, value: float) -> dict[str, NDArray[Any]]:
 
 
 def overflow_trace(seed: int, steps: int, share: float = 0.3) -> list[bool]:
-    """Choose at random which steps have finite gradients; ``share`` is the expected share of the others.
-
-    >>> overflow_trace(0, 6)
-    [True, False, False, False, True, True]
-    """
+    """Choose at random which steps have finite gradients; ``share`` is the expected share of the others."""
     return [bool(draw > share) for draw in np.random.default_rng(seed).random(steps)]

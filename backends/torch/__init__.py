@@ -23,7 +23,6 @@ from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.skipping import AppliedSteps, select
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.autocast.custom import custom_bwd, custom_fwd, register_autocast
     from polyamp.backends.torch.convert import convert
     from polyamp.backends.torch.grad_scaler import GradScaler
     from polyamp.backends.torch.graphs.explain import explain
@@ -37,10 +36,7 @@ __all__ = [
     "autocast",
     "cast",
     "convert",
-    "custom_bwd",
-    "custom_fwd",
     "explain",
-    "register_autocast",
     "rewrite",
     "select",
 ]
@@ -48,7 +44,6 @@ __all__ = [
 
 # What a training step does not need is loaded when it is used.
 _LATER = {
-    **dict.fromkeys(("custom_bwd", "custom_fwd", "register_autocast"), "autocast.custom"),
     "convert": "convert",
     "GradScaler": "grad_scaler",
     "explain": "graphs.explain",

@@ -14,12 +14,11 @@ import importlib
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 
-from polyamp.backends.torch.autocast import custom
 from polyamp.backends.torch.autocast.context import traced_context
 from polyamp.backends.torch.autocast.regions import ACCELERATOR, DEVICE_TYPES
 from polyamp.backends.torch.grad_scaler import GradScaler as PolyampGradScaler
@@ -30,8 +29,6 @@ from polyamp.regions import autocast as polyamp_autocast
 from polyamp.run import Session, current, found
 
 __all__ = ["GradScaler", "OptState", "autocast", "custom_bwd", "custom_fwd", "install"]
-
-Fn = TypeVar("Fn", bound=Callable[..., Any])
 
 _HAS_CUDA = "cuda" in DEVICE_TYPES
 _DEVICE = "cuda" if _HAS_CUDA else ACCELERATOR or "cpu"
@@ -106,22 +103,14 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
         cast_inputs: cast floating inputs to this type inside a region, and run without autocast. None runs the function
             in the region of its call, and so its backward pass.
     """
-    warn_deprecated("torch.cuda.amp.custom_fwd", "@polyamp.backends.torch.custom_fwd")
-    if cast_inputs is not None:
-        return torch.amp.custom_fwd(fwd, device_type=_DEVICE, cast_inputs=cast_inputs)
-    return custom.custom_fwd if fwd is None else custom.custom_fwd(fwd)
+    warn_deprecated("torch.cuda.amp.custom_fwd", f'@torch.amp.custom_fwd(device_type="{_DEVICE}")')
+    return torch.amp.custom_fwd(fwd, device_type=_DEVICE, cast_inputs=cast_inputs)
 
 
-def custom_bwd(bwd: Fn) -> Fn:
+def custom_bwd(bwd: Callable[..., Any]) -> Any:
     """Decorate the ``backward`` of a function whose ``forward`` has `custom_fwd`, to run it as that ran."""
-    warn_deprecated("torch.cuda.amp.custom_bwd", "@polyamp.backends.torch.custom_bwd")
-    in_region, cast = custom.custom_bwd(bwd), torch.amp.custom_bwd(bwd, device_type=_DEVICE)
-
-    @functools.wraps(bwd)
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return (in_region if hasattr(ctx, "polyamp_autocast") else cast)(ctx, *grads)
-
-    return backward  # type: ignore[return-value]
+    warn_deprecated("torch.cuda.amp.custom_bwd", f'@torch.amp.custom_bwd(device_type="{_DEVICE}")')
+    return torch.amp.custom_bwd(bwd, device_type=_DEVICE)
 
 
 @constant_when_compiled

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast import boxed, regions
+from polyamp.backends.torch.autocast.behaviours import overload_named
 from polyamp.backends.torch.kernels import operators  # noqa: F401 # defines two of those that are watched
 from polyamp.backends.torch.unstable import schema_arguments
 
@@ -164,15 +165,15 @@ def watch(device_type: str) -> None:
     """Drop casts from now on when an operator updates weights on a device type."""
     key = unstable.AutocastKey(device_type)
     compiled = boxed.kernels(required=False)  # policies without overrides work without them
-    dispatched = set(unstable.all_operators())  # some overloads exist in TorchScript only
-    for name in (*(f"aten::{name}" for name in _UPDATES.split()), "polyamp::adam_step_", "polyamp::sgd_step_"):
-        for op in unstable.overloads_of(name):
-            if op.name() not in dispatched:
-                continue
-            if compiled is not None:
-                compiled.watch(op.name(), device_type)
-            else:
-                library(op.namespace).impl(op.name(), _forgetting(op, key), key.name)
+    updates = {*(f"aten::{name}" for name in _UPDATES.split()), "polyamp::adam_step_", "polyamp::sgd_step_"}
+    for name in unstable.all_operators():
+        if name.partition(".")[0] not in updates:
+            continue
+        if compiled is not None:
+            compiled.watch(name, device_type)
+        else:
+            op = overload_named(name)
+            library(op.namespace).impl(name, _forgetting(op, key), key.name)
 
 
 @cache

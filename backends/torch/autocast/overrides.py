@@ -77,17 +77,6 @@ def override(name: str, device_type: str, *, required: bool = True) -> None:
         _overridden.add((name, device_type))
 
 
-def register_custom(op: Any, device_type: str, make_kernel: Callable[[Any, str], Callable[..., Any]]) -> None:
-    """Register a kernel for a user's operator on a device type, unless it has one."""
-    with _lock:
-        if (op.name(), device_type) in _overridden:
-            return
-        with _overriding():
-            key = unstable.AutocastKey(device_type).name
-            casts.library(op.namespace).impl(op.name(), make_kernel(op, device_type), key)
-        _overridden.add((op.name(), device_type))
-
-
 def _is_listed(name: str, device_type: str) -> bool:
     """Return whether native autocast's kernel runs where a region does not override the operator."""
     return name in registered(device_type) - PROMOTING

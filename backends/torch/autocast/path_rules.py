@@ -26,7 +26,7 @@ from torch import nn
 
 from polyamp import plan
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast import custom, overrides, regions
+from polyamp.backends.torch.autocast import overrides, regions
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES, MARKED, Marks, Region, mark_of, marks_here, set_marks
 from polyamp.backends.torch.tracking import ModuleHooks, paths_in
 from polyamp.errors import UnsupportedError, warn_once
@@ -103,7 +103,6 @@ def report_unused(region: Region) -> None:
         return
     _reported[region] = seen
     rulable = [name for name, operation in OPERATIONS.items() if operation.op_class != "keep"]
-    rulable += custom.CLASSES_OF
     unused = [
         rule
         for rule in region.rules

@@ -110,7 +110,7 @@ _DTYPES = sorted({one for one in vars(torch).values() if isinstance(one, torch.d
 
 LIMIT = len(_DTYPES) ** 2 // 2  # the number of different regions that a process can have
 
-BY_MARK: dict[Marks, Region] = {}
+_by_mark: dict[Marks, Region] = {}
 _traced: set[Marks] = set()
 _marking = False  # whether this program compiles code
 
@@ -122,7 +122,7 @@ def mark_of(region: Region | None, *, traced: bool = False) -> Marks:
         return UNMARKED
     page, line = divmod(2 * number_of(region) + traced, len(_DTYPES))
     mark = _DTYPES[line], _DTYPES[page] if page else UNMARKED[1]
-    BY_MARK[mark] = region
+    _by_mark[mark] = region
     tag_caches(repr(region))
     if traced:
         _traced.add(mark)
@@ -359,7 +359,7 @@ def current(device_type: str = "cpu") -> Region | None:
     marks = marks_here() if _marking or _traced else UNMARKED
     if frame is not None and frame.marks == marks and frame.depth == nesting():
         return frame.region
-    region = BY_MARK[marks] if marks in _traced else None
+    region = _by_mark[marks] if marks in _traced else None
     if region is None:
         node = unstable.running_node()
         region = None if node is None else _recorded(unstable.sequence_number(node))

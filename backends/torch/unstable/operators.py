@@ -46,21 +46,6 @@ def schema_arguments(overload: Any) -> list[Any]:
     return arguments
 
 
-def overloads_of(op: Any) -> list[Any]:
-    """Return the overloads of an operator, a name or a custom operator; empty if it is not an operator."""
-    # The classes of operators, and the operator inside a result of `torch.library.custom_op`, have private names.
-    if isinstance(op, str):
-        namespace, _, name = op.partition("::")
-        base, _, overload = name.partition(".")
-        op = getattr(getattr(torch.ops, namespace), base, None) if base else None
-        op = getattr(op, overload, None) if overload else op
-    if isinstance(op, torch._library.custom_ops.CustomOpDef):
-        op = op._opoverload
-    if isinstance(op, torch._ops.OpOverloadPacket):
-        return [getattr(op, overload) for overload in op.overloads()]  # type: ignore[no-untyped-call]
-    return [op] if isinstance(op, torch._ops.OpOverload) else []
-
-
 class AutocastKey:
     """The dispatch key of one device type's autocast, and the keys below it; only the name "AutocastCPU" is public."""
 

@@ -133,7 +133,7 @@ def _region_of(param: str, compute: str, output: str, rules: tuple[Rule, ...]) -
         return None
     defaults = default_rules(param, compute, output)
     region = Region(dtype, tuple(rule for rule in rules if rule not in defaults))
-    regions.watch_compilation()
+    regions.watch()
     for device_type in DEVICE_TYPES:
         torch.autocast(device_type, dtype)  # refuses what the device cannot do
         overrides.prepare(region, device_type)

@@ -5,7 +5,7 @@ its thread's stack. `current` answers for an overridden operation, in this order
 
 1. The innermost frame, if native autocast's state is still as `enter` left it.
 2. If it is not, the region of the marks in that state: compiled code entered it, without any Python.
-3. In a backward pass, the region in which the running node was recorded: checkpointing runs a function again.
+3. In a backward pass, the region of the checkpoint that runs its function again, else that of the running node.
 4. None: the user's own `torch.autocast` region is innermost, or no region was entered.
 
 For example::
@@ -15,7 +15,7 @@ For example::
         with torch.autocast("cpu", enabled=False):
             torch.softmax(x, 0)                   # None (4): nested one deeper than the frame
         loss = checkpoint(block, x)
-    loss.backward()                               # block runs again: the region by the node's number (3)
+    loss.backward()                               # block runs again: the region that was kept with it (3)
 
 The compiled kernels know the innermost frame without asking Python: they are told of every change.
 """
@@ -173,8 +173,7 @@ def tag_caches(registration: str) -> None:
 class History:
     """The regions in which a thread recorded autograd's nodes.
 
-    Checkpointing drops what a function computes and runs it again in the backward pass, which may be outside of the
-    region and in another thread. PyTorch restores native autocast's state for that run, but not polyamp's. Each node
+    Autograd functions may run forward code in the backward pass, and restore native autocast's state for it. Each node
     has a number that grows in the thread that recorded it, and the running node's number is known; so a thread notes
     from which number on it was in which region:
 
@@ -228,7 +227,6 @@ class Frame:
     marks: Marks
     before: Marks
     grad: bool
-    recorded: Region | None  # the region in which a node that is recorded in this one runs again
     again: bool  # in a backward pass: a checkpointed function runs a second time, and that is the last
     state: int  # of native autocast in the compiled kernels
     undo: Callable[[], None] | None
@@ -282,17 +280,13 @@ def enter(region: Region | None, device_types: Iterable[str] = ()) -> Frame:
     frame.undo = None
     if _marking:
         _mark(frame)
-    # a checkpointed function enters its own region once more when it runs again
-    frame.recorded = region
-    if unstable.checkpointing() is not None:
-        frame.recorded = None if outer is None else outer.recorded
     frame.state = 0
     if _kernels is not None:
         frame.state = _kernels.state()
         _kernels.become(_NO_REGION if region is None else _numbers[region], frame.state)
     frame.again = _running() != -1
     if not frame.again:
-        here.history.add(_next_number(), frame.recorded)
+        here.history.add(_next_number(), region)
     return frame
 
 
@@ -315,7 +309,7 @@ def leave(frame: Frame) -> None:
         else:
             _kernels.become(_NO_REGION if outer.region is None else _numbers[outer.region], outer.state)
     if not frame.again:
-        here.history.add(_next_number(), None if outer is None else outer.recorded)
+        here.history.add(_next_number(), None if outer is None else outer.region)
     if frame.undo is not None:
         frame.undo()
 
@@ -332,9 +326,10 @@ def _mark(frame: Frame) -> None:
 
 
 @cache
-def watch_compilation() -> None:
-    """Mark regions as soon as this program compiles code; also those that the compiling thread is in then."""
+def watch() -> None:
+    """Mark regions as soon as this program compiles code, and keep the region in which a checkpoint is called."""
     unstable.before_compiling(_begin_marking)
+    unstable.keep_in_checkpoints(current)
 
 
 def _begin_marking() -> None:
@@ -359,10 +354,7 @@ def current(device_type: str = "cpu") -> Region | None:
     marks = marks_here() if _marking or _traced else UNMARKED
     if frame is not None and frame.marks == marks and frame.depth == nesting():
         return frame.region
-    region = _by_mark[marks] if marks in _traced else None
-    if region is None:
-        node = unstable.running_node()
-        region = None if node is None else _recorded(unstable.sequence_number(node))
+    region = _by_mark[marks] if marks in _traced else _again()
     return region if region is not None and region.dtype == torch.get_autocast_dtype(device_type) else None
 
 
@@ -383,10 +375,16 @@ def nesting() -> int:
     return torch.autocast_decrement_nesting()
 
 
-def _recorded(number: int) -> Region | None:
-    """Return the region in which a node was recorded, or in which its checkpointed function was called."""
+def _again() -> Region | None:
+    """Return the region of what runs in a backward pass: that of a checkpoint, or that in which a node was recorded."""
+    if _running() == -1:
+        return None
+    kept: list[Region | None] = unstable.kept_by_checkpoint()
+    if kept:
+        return kept[0]
     # A node's number does not tell which thread recorded it. This thread's history comes first, since the CPU's
     # backward pass runs in the thread that called it.
+    number = unstable.sequence_number(unstable.running_node())
     histories = [HERE.thread.history] if len(HERE.thread.history.numbers) > 1 else reversed(_histories)
     found = (history.region_at(number) for history in histories)
     return next((region for region in found if region is not None), None)

@@ -6,11 +6,14 @@ Each function states why there is no public way.
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -70,6 +73,38 @@ def checkpointing() -> Any:
     # Non-reentrant checkpointing puts hooks on saved tensors, and has no public sign that it runs.
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks[1] if hooks is not None and hooks[1].__module__ == "torch.utils.checkpoint" else None
+
+
+class _Kept(dict[str, Any]):
+    kept: Any
+
+
+def keep_in_checkpoints(state: Callable[[], Any]) -> None:
+    """Let each of torch's checkpoints keep the result of a function when it is called."""
+    # A checkpoint keeps native autocast's state for the second run of its function, and nothing else can be added.
+    original = checkpoint._get_autocast_kwargs
+
+    @wraps(original)
+    def kept(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        device, cpu = original(*args, **kwargs)  # type: ignore[no-untyped-call]
+        both = _Kept(cpu)
+        both.kept = state()
+        return device, both
+
+    checkpoint._get_autocast_kwargs = kept
+
+
+def kept_by_checkpoint() -> list[Any]:
+    """Return what the checkpoint kept that runs its function again in this thread, as a list; empty without one."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals is vars(checkpoint):
+            own = frame.f_locals
+            found = own.get("cpu_autocast_kwargs") or getattr(own.get("ctx"), "cpu_autocast_kwargs", None)
+            if isinstance(found, _Kept):
+                return [found.kept]
+        frame = frame.f_back
+    return []
 
 
 def object_with_id(number: int) -> Any:

@@ -255,9 +255,7 @@ class Pass:
         fake = example if same else self._new.run_on_fakes(node, fakes)
         changed = self.aliases.changed(node)
         taken = {one: self._widen(one, anew) for one in used}
-        inputs = {
-            one: self._new.cast(taken[one], wanted.get(one), own=one in changed, adds=one is addend) for one in used
-        }
+        inputs = {one: self._new.cast(taken[one], wanted.get(one), adds=one is addend) for one in used}
         known = Known(self._new.copy(node, inputs, fake), fake, example, value)
         self._forget(changed)
         if self.aliases.is_pinned(node):

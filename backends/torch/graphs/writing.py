@@ -41,20 +41,18 @@ class Writing:
         new.meta = {**node.meta, "example_value": fake}
         return new
 
-    def cast(self, known: Known, dtype: torch.dtype | None, *, own: bool = False, adds: bool = False) -> Any:
+    def cast(self, known: Known, dtype: torch.dtype | None, *, adds: bool = False) -> Any:
         """Return a value in a dtype: the node itself, or a cast, which is written once."""
         if isinstance(known.fake, tuple | list) and dtypes_of(known.fake) != dtypes_of(known.declared):
             return tuple(self.cast(part, dtype) for part in self._parts(known))
         if not isinstance(known.fake, Tensor) or known.fake.dtype == (target := target_of(known, dtype)):
             return known.node
         key = (known.node, target, self.records)
-        if own or key not in self._casts:
+        if key not in self._casts:
             self.made.append((known, target))
             source = saturated(self.graph, known.node, target) if adds and may_exceed(value_of(known)) else known.node
             new = self.graph.call_method("to", (source, target))
             new.meta = {**known.node.meta, "example_value": fake_as(known, dtype, self.mode)}
-            if own:
-                return new
             self._casts[key] = new
         return self._casts[key]
 

@@ -55,6 +55,25 @@ def wider(x: Tensor) -> Tensor:
     return y
 
 
+def its_first_name(x: Tensor) -> Tensor:
+    y = x @ W
+    z = y.add_(1)
+    z.sin_()  # in float32
+    return y
+
+
+def through_a_view(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 1.0
+    before, view = y @ W, y.view(-1)
+    view.add_(1)
+    return before, y @ W
+
+
+@pytest.mark.parametrize("fn", [two_names, its_first_name, through_a_view])
+def test_a_change_in_place_is_seen_under_every_name(fn: Callable[..., Any]) -> None:
+    same(fn, X)
+
+
 @pytest.mark.parametrize("fn", [two_names, wider, item, F.relu_])
 def test_gradients_of_changes_in_place(fn: Callable[..., Any]) -> None:
     def total(x: Tensor) -> Tensor:

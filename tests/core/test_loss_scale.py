@@ -1,4 +1,4 @@
-"""The loss-scale rule: its settings, its properties on any trace, and its state."""
+"""The loss-scale rule: its settings, its properties on any trace, its state, and what it reports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ OUT_OF_RANGE = [
     {"min": 4.0, "max": 2.0, "init": 3.0},
     {"init": 2.0**25},
     {"init": 2.0**-15},
-    {"on_min": "stop"},
+    *({"on_min": bad} for bad in ("stop", None)),
+    {"consecutive": 1},
+    {"check": "yes"},
     {"late_growth": "sometimes"},
     {"growth": 1 + 1e-9},  # as a float32 number 1
     {"backoff": 1 - 1e-12},
@@ -47,24 +49,14 @@ WRONG_TYPE = [
 ]
 
 
-@pytest.mark.parametrize("settings", OUT_OF_RANGE, ids=str)
-def test_settings_out_of_range_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(polyamp.errors.InvalidValueError) as caught:
+REFUSED = [(one, ValueError) for one in OUT_OF_RANGE] + [(one, TypeError) for one in WRONG_TYPE]
+
+
+@pytest.mark.parametrize(("settings", "kind"), REFUSED, ids=str)
+def test_settings_of_a_wrong_value_or_type_are_refused(settings: dict[str, Any], kind: type[Exception]) -> None:
+    with pytest.raises(polyamp.PolyampError, match=next(iter(settings))) as caught:
         LossScale(**settings)
-    assert next(iter(settings)) in str(caught.value)
-    assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize("settings", WRONG_TYPE, ids=str)
-def test_settings_of_a_wrong_type_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(polyamp.errors.InvalidTypeError, match=next(iter(settings))):
-        LossScale(**settings)
-
-
-@pytest.mark.parametrize("settings", [{"consecutive": 1}, {"check": "yes"}, {"on_min": None}], ids=str)
-def test_choices_are_not_coerced(settings: dict[str, Any]) -> None:
-    with pytest.raises(polyamp.PolyampError, match=next(iter(settings))):
-        LossScale(**settings)
+    assert isinstance(caught.value, kind)
 
 
 @given(any_numbers())
@@ -267,3 +259,50 @@ GOOD = LossScale().to_state_dict(LossScale().initial_state())
 def test_a_wrong_state_is_refused(saved: Any, says: str) -> None:
     with pytest.raises(polyamp.errors.StateError, match=says):
         LossScale().from_state_dict(saved)
+
+
+# --- reports of a scale at its minimum, and of too many skipped steps in a row ---------------------------------------
+
+
+def report(config: LossScale, trace: str) -> None:
+    """Report after every step, as an adapter does."""
+    for state in walk(config, read(trace)):
+        report_limits(config, state)
+
+
+NARROW = {"init": 4.0, "min": 2.0, "interval": 3}
+
+
+def test_an_overflow_at_the_minimum_warns_once() -> None:
+    with pytest.warns(polyamp.PolyampWarning, match="at its minimum, 2,") as caught:
+        report(LossScale(**NARROW), "!!!!.!!")
+    assert len(caught) == 1
+
+
+def test_an_overflow_at_the_minimum_raises_if_asked_to() -> None:
+    with pytest.raises(polyamp.errors.LossScaleError, match=r"(?s)minimum.*min = 2") as caught:
+        report(LossScale(**NARROW, on_min="raise"), "!!")
+    assert isinstance(caught.value, FloatingPointError)
+
+
+@pytest.mark.parametrize(
+    ("settings", "trace"),
+    [
+        ({"on_min": "ignore"}, "!!!!!!"),
+        ({"max": 2.0, "init": 2.0}, "!!!!"),  # a fixed scale
+        ({"on_min": "raise"}, "!..."),  # comes down to the minimum, where nothing overflows
+        ({"on_min": "raise", "interval": 1}, "!.!.!."),  # and grows again
+        ({"on_min": "raise", "hysteresis": 3}, "!!!.."),
+        ({"on_min": "raise", "hysteresis": 2, "consecutive": True}, "!!.!.!."),  # is tolerated at the minimum
+    ],
+    ids=str,
+)
+def test_nothing_is_said_before_that(settings: dict[str, Any], trace: str) -> None:
+    report(LossScale(**(NARROW | settings)), trace)
+
+
+def test_too_many_skips_in_a_row_raise() -> None:
+    config = LossScale(max_skips=3)
+    report(config, "!!.!!.!!")
+    with pytest.raises(polyamp.errors.LossScaleError, match="3 steps in a row"):
+        report(config, "!!.!!!")

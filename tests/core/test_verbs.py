@@ -25,13 +25,6 @@ class Stranger:
     dtype = "float32"
 
 
-@pytest.mark.parametrize("optimizer", [object(), Stranger(), 3, "adam", None, [], lambda: None])
-def test_wrapping_what_no_adapter_knows_is_refused(optimizer: Any) -> None:
-    with pytest.raises(polyamp.errors.InvalidTypeError, match="no adapter knows this object") as caught:
-        polyamp.wrap_optimizer(optimizer, "mixed_float16")
-    assert "torch" in str(caught.value)
-
-
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan"), float("inf"), 10**400, "1", True])
 def test_bad_norm_limit_is_refused(limit: Any) -> None:
     with pytest.raises(polyamp.errors.InvalidValueError, match="gradient-norm limit"):
@@ -41,6 +34,7 @@ def test_bad_norm_limit_is_refused(limit: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "says"),
     [
+        (lambda: polyamp.wrap_optimizer([], "mixed_float16"), "no adapter knows this object(?s:.)*torch"),
         (lambda: polyamp.convert(Stranger()), "no adapter knows"),
         (lambda: polyamp.save_loss_scale(Stranger()), "no adapter knows"),
         (lambda: polyamp.scale_loss(1.0, Stranger()), "no adapter knows"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,12 +23,8 @@ MOVING = {"broadcast", "reshape", "identity", "constant", "variable", "cast", "f
 X, W = np.full((4, 8), 0.25, np.float32), np.full((8, 8), 0.5, np.float32)
 
 
-class InTorch(Torch):
-    """The words of the traps, whose `where` and `at_least` take Python numbers as one operation."""
-
-    @staticmethod
-    def at_least(x: Any, least: float) -> Any:
-        return torch.maximum(x, torch.tensor(least))
+# The words of the traps, whose `where` and `at_least` take Python numbers as one operation.
+InTorch = SimpleNamespace(**vars(Torch) | {"at_least": lambda x, least: torch.maximum(x, torch.tensor(least))})
 
 
 def concat(ops: Any, one: Any, other: Any) -> Any:

@@ -6,6 +6,7 @@ The gradient is that of a loss with respect to ``w``; the loss gives the element
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -109,27 +110,17 @@ def torch_compile(trap: Trap, low: str) -> Outcome:
 # --- JAX --------------------------------------------------------------------------------------------------------------
 
 
-class Cast(Jax):
-    """The words of JAX, with products cast as in flax layers with ``dtype=``."""
-
-    low = "bfloat16"
-
-    @classmethod
-    def matmul(cls, one: Any, other: Any) -> Any:
-        return jnp.matmul(jnp.asarray(one, cls.low), jnp.asarray(other, cls.low))
-
-
-class CastToFloat16(Cast):
-    low = "float16"
-
-
 def jax_outcome(step: Callable[..., Any], trap: Trap) -> Outcome:
     (_, result), gradient = jax.jit(step)(trap.w, *trap.inputs)
     return Outcome(*(np.asarray(array, np.float32) for array in (result, gradient)))
 
 
 def jax_native(trap: Trap, low: str) -> Outcome:
-    ops = CastToFloat16 if low == "float16" else Cast
+    def cast(one: Any, other: Any) -> Any:
+        """Multiply as flax layers with ``dtype=`` do."""
+        return jnp.matmul(jnp.asarray(one, low), jnp.asarray(other, low))
+
+    ops = SimpleNamespace(**vars(Jax) | {"matmul": cast})
 
     def loss(w: Any, *inputs: Any) -> tuple[Any, Any]:
         loss, result = loss_and_result(ops, trap, w, inputs)

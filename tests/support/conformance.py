@@ -12,7 +12,7 @@ import pytest
 import polyamp
 from polyamp import LossScale, adapters, policy
 from polyamp.errors import InvalidTypeError, StateError, UsageError
-from support.harness import Harness, overflow_trace, random_arrays, same_bits, spoiled
+from support.harness import overflow_trace, random_arrays, same_bits, spoiled
 
 SETTINGS = {
     "default": LossScale(init=2.0**10, interval=3),
@@ -28,18 +28,18 @@ SETTINGS = {
 class Conformance:
     """Tests of a framework; a subclass has a fixture ``harness``."""
 
-    def test_adapter_is_found_by_name_and_by_object(self, harness: Harness) -> None:
+    def test_adapter_is_found_by_name_and_by_object(self, harness: Any) -> None:
         adapter = adapters.adapter_named(harness.name)
         assert adapter.name == harness.name
         assert adapters.adapter_of(harness.plain_optimizer()) is adapter
 
-    def test_description_is_json(self, harness: Harness) -> None:
+    def test_description_is_json(self, harness: Any) -> None:
         description = adapters.adapter_named(harness.name).describe()
         assert json.loads(json.dumps(description)) == description
         assert description["version"]
 
     @pytest.mark.parametrize("name", ["float32", "mixed_float16", "mixed_bfloat16"])
-    def test_step_is_the_plain_update(self, harness: Harness, name: str) -> None:
+    def test_step_is_the_plain_update(self, harness: Any, name: str) -> None:
         weights, grads = random_arrays(0), random_arrays(1)
         session = harness.start(weights, policy(name), learning_rate=0.5)
         assert session.step(grads)
@@ -48,7 +48,7 @@ class Conformance:
             np.testing.assert_allclose(array, expected[key], rtol=1e-6, atol=1e-7)
 
     @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-    def test_scaling_by_a_power_of_two_changes_no_bit(self, harness: Harness, optimizer: Any) -> None:
+    def test_scaling_by_a_power_of_two_changes_no_bit(self, harness: Any, optimizer: Any) -> None:
         plain = harness.start(random_arrays(0), policy("float32"), optimizer=optimizer)
         scaled = harness.start(random_arrays(0), policy("mixed_float16"), optimizer=optimizer)
         for seed in range(5):
@@ -62,7 +62,7 @@ class Conformance:
         [("sgd", "O2", 0), ("adam", "O2", 2), ("sgd", "mixed_float16", 2), ("adam", "mixed_float16", 0)],
     )
     def test_overflow_changes_nothing(
-        self, harness: Harness, optimizer: Any, value: float, steps_before: int, name: str
+        self, harness: Any, optimizer: Any, value: float, steps_before: int, name: str
     ) -> None:
         session, spared = (harness.start(random_arrays(0), policy(name), optimizer=optimizer) for _ in range(2))
         for seed in range(steps_before):
@@ -80,7 +80,7 @@ class Conformance:
 
     @pytest.mark.parametrize("settings", SETTINGS)
     @pytest.mark.parametrize("seed", range(2))
-    def test_scale_follows_the_one_rule(self, harness: Harness, settings: str, seed: int) -> None:
+    def test_scale_follows_the_one_rule(self, harness: Any, settings: str, seed: int) -> None:
         config = SETTINGS[settings].in_float32()
         session = harness.start(random_arrays(0), policy("mixed_float16"), loss_scale=config)
         state, grads = config.initial_state(), random_arrays(1, scale=1e-3)
@@ -90,7 +90,7 @@ class Conformance:
             assert (result.applied, result.scale, result.skipped_in_a_row) == (finite, state.scale, state[3])
         assert polyamp.save_loss_scale(session.holder) == config.to_state_dict(state)
 
-    def test_many_overflows_leave_a_scale_that_can_divide(self, harness: Harness) -> None:
+    def test_many_overflows_leave_a_scale_that_can_divide(self, harness: Any) -> None:
         config, grads = LossScale(on_min="ignore"), random_arrays(1)
         session = harness.start(random_arrays(0), policy("mixed_float16"), loss_scale=config, learning_rate=1.0)
         for _ in range(40):
@@ -100,7 +100,7 @@ class Conformance:
         for key, array in session.weights().items():
             np.testing.assert_allclose(array, random_arrays(0)[key] - grads[key], rtol=1e-6, atol=1e-6)
 
-    def test_clipping_limits_the_unscaled_norm(self, harness: Harness) -> None:
+    def test_clipping_limits_the_unscaled_norm(self, harness: Any) -> None:
         weights, grads = random_arrays(0), random_arrays(1)
         norm = np.sqrt(sum(float((array.astype(np.float64) ** 2).sum()) for array in grads.values()))
         session = harness.start(weights, policy("mixed_float16"), learning_rate=1.0, max_grad_norm=norm / 4)
@@ -108,14 +108,14 @@ class Conformance:
         for key, array in session.weights().items():
             np.testing.assert_allclose(array, weights[key] - grads[key] / 4, rtol=1e-5, atol=1e-6)
 
-    def test_clipping_leaves_small_gradients_alone(self, harness: Harness) -> None:
+    def test_clipping_leaves_small_gradients_alone(self, harness: Any) -> None:
         clipped = harness.start(random_arrays(0), policy("mixed_float16"), max_grad_norm=1e6)
         free = harness.start(random_arrays(0), policy("mixed_float16"))
         clipped.step(random_arrays(1))
         free.step(random_arrays(1))
         assert same_bits(clipped.weights(), free.weights())
 
-    def test_master_weights_keep_updates_that_16_bits_would_lose(self, harness: Harness) -> None:
+    def test_master_weights_keep_updates_that_16_bits_would_lose(self, harness: Any) -> None:
         weights = {key: np.ones_like(array) for key, array in random_arrays(0).items()}
         grads = {key: np.full_like(array, 2.0**-13) for key, array in weights.items()}  # half of it rounds to 1.0
         session = harness.start(weights, policy("O2"), learning_rate=1.0)
@@ -125,7 +125,7 @@ class Conformance:
             assert array.dtype == np.float16
             np.testing.assert_array_equal(array, np.full_like(array, 1 - 64 * 2.0**-13))
 
-    def test_gradients_below_float16_survive_the_scale(self, harness: Harness) -> None:
+    def test_gradients_below_float16_survive_the_scale(self, harness: Any) -> None:
         weights = {key: np.zeros_like(array) for key, array in random_arrays(0).items()}
         grads = {key: np.full_like(array, 2.0**-30) for key, array in weights.items()}
         session = harness.start(weights, policy("O2"), learning_rate=2.0**20)
@@ -134,7 +134,7 @@ class Conformance:
             np.testing.assert_array_equal(array, np.full_like(array, -(2.0**-10)))
 
     @pytest.mark.parametrize("fault", ["kind", "field", "range", "type"])
-    def test_bad_state_is_refused_and_changes_nothing(self, harness: Harness, fault: str) -> None:
+    def test_bad_state_is_refused_and_changes_nothing(self, harness: Any, fault: str) -> None:
         session = harness.start(random_arrays(0), policy("mixed_float16"))
         before = polyamp.save_loss_scale(session.holder)
         bad: dict[str, Any] = dict(before)
@@ -147,19 +147,19 @@ class Conformance:
             session.load_loss_scale(bad)
         assert polyamp.save_loss_scale(session.holder) == before
 
-    def test_wrapping_twice_is_refused(self, harness: Harness) -> None:
+    def test_wrapping_twice_is_refused(self, harness: Any) -> None:
         adapter = adapters.adapter_named(harness.name)
         wrapped = polyamp.wrap_optimizer(harness.plain_optimizer(), "mixed_float16")
         assert adapters.adapter_of(wrapped) is adapter
         with pytest.raises(UsageError):
             polyamp.wrap_optimizer(wrapped, "mixed_float16")
 
-    def test_what_is_not_an_optimizer_is_refused(self, harness: Harness) -> None:
+    def test_what_is_not_an_optimizer_is_refused(self, harness: Any) -> None:
         with pytest.raises(InvalidTypeError):
             polyamp.wrap_optimizer(object(), "mixed_float16", backend=harness.name)
 
     @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
-    def test_casting_rounds_as_ieee_and_touches_floats_only(self, harness: Harness, dtype: Any) -> None:
+    def test_casting_rounds_as_ieee_and_touches_floats_only(self, harness: Any, dtype: Any) -> None:
         rng = np.random.default_rng(0)
         drawn = rng.standard_normal(4096) * 2.0 ** rng.integers(-30, 20, 4096)
         floats = np.array([*drawn, 6e-8, 2.9e-8, 65519.0, 70000.0, -0.0, np.nan, np.inf], np.float32)
@@ -172,7 +172,7 @@ class Conformance:
         np.testing.assert_array_equal(found.pop("f").astype(np.float32), expected.astype(np.float32))
         assert same_bits(found, others)
 
-    def test_without_scaling_nothing_is_checked(self, harness: Harness) -> None:
+    def test_without_scaling_nothing_is_checked(self, harness: Any) -> None:
         session = harness.start(random_arrays(0), policy("float32"))
         assert session.step(spoiled(random_arrays(1), np.nan)).applied
         assert np.isnan(session.weights()["matrix"][-1, -1])

@@ -1,64 +1,21 @@
-"""What a framework needs for the tests that are the same in all of them: a harness that drives it with NumPy arrays."""
+"""What the harnesses of all frameworks share: each drives its framework with NumPy arrays.
+
+A harness starts sessions: parameters in the policy's ``param`` format, and a plain optimizer, wrapped. A session's
+``step`` takes float32 gradients that are not scaled yet. It multiplies them by the loss scale in the framework, casts
+them to the parameters' format, as after a scaled backward pass, and returns the `StepResult`. ``weights`` are the
+parameters, ``memory`` is everything else that a skipped step must not change, and ``holder`` is the argument of
+`polyamp.save_loss_scale`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polyamp import Policy, StepResult
-
 Arrays = Mapping[str, NDArray[Any]]
-
-
-class Session(Protocol):
-    """A wrapped optimizer and the parameters it trains."""
-
-    holder: Any  # the argument of `polyamp.save_loss_scale`: the wrapped optimizer, or its state
-
-    def step(self, grads: Arrays) -> StepResult:
-        """Run one step with float32 gradients that are not scaled yet.
-
-        The gradients are multiplied by the loss scale in the framework, cast to the parameters' format, as after a
-        scaled backward pass, and passed to the wrapped optimizer.
-        """
-
-    def weights(self) -> dict[str, NDArray[Any]]:
-        """Return the parameters in their stored format (bfloat16 as ``ml_dtypes.bfloat16``)."""
-
-    def memory(self) -> dict[str, NDArray[Any]]:
-        """Return everything else that a skipped step must not change: master weights, moments, step counters."""
-
-    def load_loss_scale(self, saved: Mapping[str, Any]) -> None:
-        """Continue from a saved loss-scale state."""
-
-
-class Harness(Protocol):
-    """One framework, driven with NumPy arrays."""
-
-    name: str  # the adapter's
-
-    def start(
-        self,
-        weights: Arrays,
-        policy: Policy,
-        *,
-        optimizer: Literal["sgd", "adam"] = "sgd",
-        learning_rate: float = 0.1,
-        **options: Any,
-    ) -> Session:
-        """Store ``weights`` in the policy's ``param`` format, and wrap a plain optimizer with these options."""
-
-    def plain_optimizer(self) -> Any:
-        """Return an optimizer that is not wrapped."""
-
-    def tree(self, arrays: Arrays) -> Any:
-        """Return the arrays as the framework's own arrays, in a dict."""
-
-    def arrays(self, tree: Any) -> dict[str, NDArray[Any]]:
-        """Convert the result of ``tree`` back to NumPy arrays."""
 
 
 def same_bits(left: Arrays, right: Arrays) -> bool:

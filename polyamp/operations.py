@@ -280,34 +280,6 @@ def _read(table: str) -> dict[str, Operation]:
 OPERATIONS: dict[str, Operation] = _read(_TABLE)
 
 
-def as_markdown() -> str:
-    """Return the table as Markdown. A test checks that ``docs/operations.md`` is equal to it.
-
-    >>> as_markdown().splitlines()[0]
-    '# The operations'
-    """
-    pages = [_MARKDOWN_HEAD]
-    for op_class, meaning in CLASSES.items():
-        pages.append(f"\n## {op_class}: {meaning}\n\n| operation | sources | why |\n|---|---|---|\n")
-        for name, entry in OPERATIONS.items():
-            if entry.op_class == op_class:
-                votes = (key if vote == op_class else f"{key} ({vote})" for key, vote in entry.sources.items())
-                pages.append(f"| `{name}` | {', '.join(votes)} | {entry.why.replace('**', '^')} |\n")
-    pages.append("\n## Sources\n\n")
-    pages.extend(f"- **{key}**: {source}\n" for key, source in SOURCES.items())
-    return "".join(pages)
-
-
-_MARKDOWN_HEAD = f"""# The operations
-
-This is version {TABLE_VERSION} of the default table: the class of each operation, in every framework. A policy's own
-rules come first: `polyamp.policy("mixed_float16", rules={{"softmax": "lower"}})`. `polyamp.operations.as_markdown()`
-writes this page.
-
-If a source puts an operation into another class, that class is in brackets.
-"""
-
-
 def by_native_name(natives: Mapping[str, str]) -> dict[str, str]:
     """Turn ``{canonical: "native native ..."}``, which is short to write, into ``{native: canonical}``.
 

@@ -74,22 +74,21 @@ def check_no_scaler(optimizer: LossScaledOptimizer) -> None:
 
 def check_not_shared(optimizer: LossScaledOptimizer, scaling: Scaling, alive: Iterable[LossScaledOptimizer]) -> None:
     """Refuse gradients that another optimizer of the same parameters has unscaled: they would be divided again."""
-    own: set[int] | None = None
+    own: set[int] = set()
     for other in list(alive):
-        witness = other.witness
-        if other is optimizer or other.masters is not None or not (witness.is_unscaled or witness.is_consumed):
-            continue
-        if witness.scaling is None or witness.scaling.is_like(scaling):
-            continue
-        own = {id(param) for param in optimizer.model_parameters() if param.grad is not None} if own is None else own
-        if not own.isdisjoint(map(id, other.model_parameters())):
-            raise UsageError(
-                "a parameter is in two wrapped optimizers, and the other one has unscaled its gradient",
-                where="step(), unscale_(), clip_grad_norm_()",
-                found=f"optimizers around {type(optimizer.inner).__name__} and {type(other.inner).__name__}",
-                allowed="each parameter in one optimizer",
-                fix="leave shared (tied) parameters out of one of them; delete an optimizer that is not used any more",
-            )
+        for gradient, left in () if other is optimizer else other.witness.shared:
+            if not gradient.is_there() or (left is not None and left.is_like(scaling)):
+                continue
+            own = own or {id(param) for param in optimizer.model_parameters() if param.grad is not None}
+            if id(gradient.param()) in own:
+                raise UsageError(
+                    "a parameter is in two wrapped optimizers, and the other one has unscaled its gradient",
+                    where="step(), unscale_(), clip_grad_norm_()",
+                    found=f"optimizers around {type(optimizer.inner).__name__} and {type(other.inner).__name__}",
+                    allowed="each parameter in one optimizer",
+                    fix="leave shared (tied) parameters out of one of them; delete an optimizer that is not used any "
+                    "more",
+                )
 
 
 def guard(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:

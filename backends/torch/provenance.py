@@ -207,7 +207,9 @@ class Gradient(NamedTuple):
     def has_grown(self, *, by: Tensor) -> bool:
         """Return whether nobody else wrote to it, now that a pass has just added to the gradient of a parameter."""
         grad = self.grad()
-        return grad is not None and self.is_there() and grad._version == self.version + (self.param() is by)
+        if grad is None or not self.is_there():
+            return False
+        return grad._version == self.version + 1 or (grad._version == self.version and self.param() is not by)
 
     def is_there(self) -> bool:
         """Return whether the parameter still has this gradient, perhaps with other values."""
@@ -218,6 +220,11 @@ class Gradient(NamedTuple):
         """Return whether the parameter still has this gradient, and nobody wrote to it since."""
         grad = self.grad()
         return grad is not None and self.is_there() and grad._version == self.version
+
+    def is_filled(self) -> bool:
+        """Return whether the parameter still has this gradient, and it was not set to zeros since."""
+        grad = self.grad()
+        return grad is not None and self.is_there() and (grad._version == self.version or _are_filled([grad]))
 
 
 class Witness:
@@ -238,6 +245,7 @@ class Witness:
         self.taken_from: Scaling | None = None  # of the model's own gradients, if masters have the unscaled ones
         self.contributors: list[LossScaler] = []  # whose losses added to the gradients since they were tested
         self.left: Gradient | None = None  # the first gradient that the last step left
+        self.shared: list[tuple[Gradient, Scaling | None]] = []  # gradients of others that it changed; None: clipped
         self.is_unscaled = False  # by `unscale_`, before the step
         self.has_more = False  # whether a pass added to unscaled gradients
         self._has_unscaled = self._is_mixed = False  # a pass added to them that no factor is right for
@@ -260,6 +268,21 @@ class Witness:
         param = None if owner is None else owner.first_with_gradient()
         if param is not None and param.grad is not None:
             self.scaling, self.taken_from, self.left = scaling, taken_from, Gradient.of(param, param.grad)
+            self._share()
+
+    def _share(self) -> None:
+        """Note the gradients that other optimizers have too, and what they are multiplied by now."""
+        owner = self._owner()
+        if len(_WITNESSES) < 2 or owner is None or (owner.masters is not None and owner.max_grad_norm is None):
+            return
+        scaling = self.scaling if owner.masters is None else None  # the masters' gradients alone are clipped
+        found = [(param, grad) for param in self._shared() if (grad := param.grad) is not None]
+        self.shared += [(Gradient.of(param, grad), scaling) for param, grad in found]
+
+    def _shared(self) -> list[Tensor]:
+        """Return the parameters that another optimizer has too."""
+        others = {id(param) for other in list(_WITNESSES) if other is not self for param in other._parameters()}
+        return [param for param in self._parameters() if id(param) in others]
 
     @property
     def is_consumed(self) -> bool:
@@ -287,6 +310,7 @@ class Witness:
             self.taken_from = self.scaling
         self.scaling, self.contributors = Scaling(scaler, 1.0), []
         self.is_unscaled, self.has_more, self.left = True, False, None
+        self._share()
 
     def settle(self, own: LossScaler, *, declared: bool | None = None) -> Scaling:
         """Return what the gradients are multiplied by.
@@ -330,6 +354,7 @@ class Witness:
             self._keep_after_write()
         if self._mixed and not self._is_filled():
             self._mixed = []
+        self.shared = [one for one in self.shared if one[0].is_filled()]
         if unscaled and accumulates:  # some may have arrived before this, and not all parameters have a hook
             reached = [param for param in self._parameters() if id(param) in unscaled]
             until_backward_ends(partial(self._mix, reached))
@@ -374,24 +399,18 @@ class Witness:
         own = self.scaling
         if own is None or own.is_like(other):
             return
-        params: list[Any] = [param for param in self._parameters() if param.requires_grad]
-        if _are_shared(params, self):  # the other optimizer would not know
+        if self._shared():  # the other optimizer would not know
             self._refuse_what_is_there(mixed=True)
             return
-        bring = partial(_times, other.ratio_to(own))
-        begun.handles += [param.register_hook(bring) for param in params]
+        bring, params = partial(_times, other.ratio_to(own)), self._parameters()
+        begun.handles += [param.register_hook(bring) for param in params if param.requires_grad]  # type: ignore[no-untyped-call]
 
     def _was_used(self) -> bool:
-        """Return whether the gradients are those that the last step left, perhaps changed, but not to zeros."""
-        return self.left is not None and self.left.is_there() and (self.left.is_untouched() or self._is_filled())
+        """Return whether there are gradients that the last step left, perhaps changed, but not to zeros."""
+        return self.left is not None and (self.left.is_untouched() or self._is_filled())
 
     def _is_filled(self) -> bool:
-        """Return whether a gradient has another value than 0, as far as its values can be looked at."""
-        grads = [param.grad for param in self._parameters() if param.grad is not None]
-        if any(type(grad) is not Tensor or grad.layout != torch.strided or grad.is_meta for grad in grads):
-            return True
-        norms = [norm.to(grads[0].device) for norm in torch._foreach_norm(grads, math.inf)] if grads else []
-        return bool(norms) and bool(torch.stack(norms).any())  # one wait for the device
+        return _are_filled([param.grad for param in self._parameters() if param.grad is not None])
 
     def _refuse_what_is_there(self, *, mixed: bool = False) -> None:
         """Note that there are gradients, other than zeros, that no factor is right for, until they are cleared."""
@@ -401,12 +420,12 @@ class Witness:
             self._is_mixed, self._has_unscaled = mixed, not mixed
 
     def _keep_after_write(self) -> None:
-        """Go on refusing gradients that somebody changed in place since they were noted, if not to zeros."""
-        param, grad = (None, None) if self._noted is None else (self._noted.param(), self._noted.grad())
-        if param is None or grad is None or param.grad is not grad:
-            return
-        if self._is_filled():
-            self._noted = Gradient.of(param, grad)
+        """Go on refusing gradients that somebody changed since they were noted, if some are left that are not zeros."""
+        left = next((param for param in self._parameters() if param.grad is not None), None)
+        if left is not None and left.grad is not None and self._is_filled():
+            self._noted = Gradient.of(left, left.grad)
+        elif self._noted is not None:
+            self._has_unscaled = self._is_mixed = self._was_left = False
 
     @not_traced
     def note(self, param: Tensor) -> None:
@@ -448,8 +467,7 @@ class Witness:
 
     def _note_unscaled_loss(self, param: Tensor) -> None:
         if self.left is not None:
-            # What a step changed in masters' gradients, such as a clip, is not in the model's.
-            self._was_left = self.taken_from is not None and self.left.has_grown(by=param)
+            self._was_left = self.left.has_grown(by=param)
             self.scaling = None
         own = [one.scaling for one in self._own_passes() if not one.has_arrived]
         if own and not (self.contributors or self._has_unscaled or self.is_unscaled) and self._is_wide:
@@ -491,10 +509,12 @@ class Witness:
 _WITNESSES: weakref.WeakSet[Witness] = weakref.WeakSet()
 
 
-def _are_shared(params: Iterable[Tensor], witness: Witness) -> bool:
-    """Return whether another optimizer has some of the parameters too."""
-    own = set(map(id, params))
-    return any(not own.isdisjoint(map(id, other._parameters())) for other in list(_WITNESSES) if other is not witness)
+def _are_filled(grads: list[Tensor]) -> bool:
+    """Return whether a gradient has another value than 0, as far as its values can be looked at."""
+    if any(type(grad) is not Tensor or grad.layout != torch.strided or grad.is_meta for grad in grads):
+        return True
+    norms = [norm.to(grads[0].device) for norm in torch._foreach_norm(grads, math.inf)] if grads else []
+    return bool(norms) and bool(torch.stack(norms).any())  # one wait for the device
 
 
 def _note(witness: weakref.ref[Witness], param: Tensor) -> None:

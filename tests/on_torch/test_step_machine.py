@@ -87,6 +87,7 @@ class Steps(RuleBasedStateMachine):
         self, policy: str, owned: list[int], together: bool, tied: bool, scales: list[str | None], optimizer: str,
         fused_step: bool | None, max_grad_norm: float | None, with_aux: bool,
     ) -> None:  # fmt: skip
+        self.clips_masters = max_grad_norm is not None and FORMATS[policy] != "float32"
         if policy == "float16":  # under the default of 2^16 its gradients would overflow
             scales = [scale or SCALES[0] for scale in scales]
         self.names = [f"p{place}" for place in range(sum(owned) + 1)]  # the last one has no optimizer yet
@@ -393,6 +394,8 @@ class Steps(RuleBasedStateMachine):
     def _step(self, place: int, line: str, *, legal: bool, backward: bool = False) -> bool:
         opt, before = self.opts[place], self._bits()
         keys = set().union(*(self.sources[name] for name in self.owned[place]))
+        if self.clips_masters and ODD in keys and not self.model[opt].checks:
+            return True  # nobody refuses it, and what clipped the masters' gradients did not clip the model's
         group = self.groups[place]
         exact = len(self.opts) == 1 and legal and keys == {self._key(place, "")}
         config: LossScale = self.configs[0 if self.groups == [0] * len(self.opts) else place]

@@ -120,6 +120,27 @@ def shares_one_parameter_with_an_optimizer_that_does_not_clear(wrap: Any, p: Any
         a.zero_grad()
 
 
+@right_or_refused
+def shares_one_parameter_and_clears_the_other_by_hand(wrap: Any, p: Any, q: Any, r: Any) -> None:
+    a, b = wrap(sgd(p, q), loss_scale=GROWS), wrap(sgd(r, q), loss_scale=GROWS)
+    b.backward(S(p) + S(q) + S(r))
+    a.step()
+    p.grad = None
+    b.step()
+
+
+@right_or_refused
+def clears_one_of_two_gradients_that_nobody_scaled(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q), loss_scale=GROWS)
+    opt.backward(S(p) + S(q))
+    opt.step()
+    opt.zero_grad()
+    (S(p) + S(q)).backward()
+    p.grad = None
+    opt.backward(S(p) + S(q))
+    opt.step()
+
+
 # --- the order of scaling, clearing and differentiating ---------------------------------------------------------------
 
 

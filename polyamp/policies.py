@@ -364,7 +364,7 @@ class Policy:
         return _write(self.param, self.compute, self.output, self.rules, self.loss_scale, self.name)
 
     def __enter__(self) -> Policy:
-        ENTERED.set((*ENTERED.get(), (self, nullcontext(), self)))
+        enter(self, nullcontext(), self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -450,10 +450,10 @@ _ARGUMENTS = ("param", "compute", "output", "rules", "loss_scale", "name")
 _OF_JMP = {"param_dtype": "param", "params": "param", "compute_dtype": "compute", "output_dtype": "output"}
 """Names of formats in jmp and flax, for errors."""
 
-# Each ``with policy:`` and each region: the policy, the frameworks' autocast that the region entered, and the object
-# that was entered. One variable for all of them, because a context keeps every variable that was ever set in it.
-Entry = tuple[Policy, AbstractContextManager[Any], object]
-ENTERED: ContextVar[tuple[Entry, ...]] = ContextVar("polyamp_policies", default=())
+# Each ``with policy:`` and each region: the policy, the frameworks' autocast that the region entered, the object that
+# was entered, and the entry around this one. One variable, because a context keeps every variable that was ever set.
+Entry = tuple[Policy, AbstractContextManager[Any], object, Any]
+_INNERMOST: ContextVar[Entry | None] = ContextVar("polyamp_policies", default=None)
 _global_policy = Policy("float32", "float32", "float32")
 
 
@@ -464,20 +464,29 @@ def current_policy() -> Policy:
     ...     print(current_policy())
     mixed_bfloat16
     """
-    entered = ENTERED.get()
-    return entered[-1][0] if entered else _global_policy
+    entry = _INNERMOST.get()
+    return _global_policy if entry is None else entry[0]
+
+
+def enter(policy: Policy, context: AbstractContextManager[Any], owner: object) -> None:
+    """Make a policy the current one until `leave`."""
+    _INNERMOST.set((policy, context, owner, _INNERMOST.get()))
 
 
 def leave(owner: object) -> AbstractContextManager[Any]:
     """Forget the last entry of an object, which need not be the last of all: two generators end in any order."""
-    entered = ENTERED.get()
-    place = len(entered) - 1
-    while place >= 0 and entered[place][2] is not owner:
-        place -= 1
-    if place < 0:
+    entry = _INNERMOST.get()
+    later: list[Entry] = []
+    while entry is not None and entry[2] is not owner:
+        later.append(entry)
+        entry = entry[3]
+    if entry is None:
         return nullcontext()  # it was entered in another task
-    ENTERED.set(entered[:place] + entered[place + 1 :])
-    return entered[place][1]
+    outer = entry[3]
+    for policy, context, other, _ in reversed(later):
+        outer = policy, context, other, outer
+    _INNERMOST.set(outer)
+    return entry[1]
 
 
 def in_policy() -> bool:
@@ -487,7 +496,7 @@ def in_policy() -> bool:
     ...     in_policy()
     True
     """
-    return bool(ENTERED.get())
+    return _INNERMOST.get() is not None
 
 
 def set_global_policy(spec: Policy | str) -> Policy:

@@ -20,7 +20,7 @@ from polyamp import adapters
 from polyamp.adapters import Adapter, having
 from polyamp.errors import InvalidTypeError, UnsupportedError, brief, warn_once
 from polyamp.formats import name_of_dtype
-from polyamp.policies import ENTERED, Policy, chosen_policy, leave
+from polyamp.policies import Policy, chosen_policy, enter, leave
 from polyamp.policies import policy as make_policy
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -98,7 +98,7 @@ def autocast(
             allowed="autocast(policy), or autocast(function, policy)",
             fix="leave one of the two out",
         )
-    chosen = bound if target is None else make_policy(target)
+    chosen = bound if target is None else target if isinstance(target, Policy) else make_policy(target)
     return _traced(chosen) or Autocast(chosen, backend)
 
 
@@ -138,7 +138,7 @@ class Autocast:
         one = len(ambient) == 1
         context = ambient[0].autocast_context(chosen) if one else _together(ambient, chosen)
         context.__enter__()
-        ENTERED.set((*ENTERED.get(), (chosen, context, self)))
+        enter(chosen, context, self)
         return chosen
 
     def __exit__(self, *error: Any) -> None:
@@ -152,7 +152,8 @@ def _traced(policy: Policy | None) -> AbstractContextManager[Any] | None:
     """Return the framework's own context if a compiler is tracing this code: it cannot follow context variables."""
     if policy is not None:
         for adapter in adapters.in_use():
-            if hasattr(adapter, "traced_context") and (context := adapter.traced_context(policy)):
+            trace = getattr(adapter, "traced_context", None)
+            if trace is not None and (context := trace(policy)) is not None:
                 return context
     return None
 

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyamp.backends.torch.arguments import not_a
 from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.guards import LISTENERS, scaled_twice, update_begins
-from polyamp.backends.torch.optimizer import LossScaledOptimizer, not_a, update_or_skip
+from polyamp.backends.torch.optimizer import LossScaledOptimizer, update_or_skip
 from polyamp.backends.torch.overflow import describe, find, named, names_of
 from polyamp.backends.torch.ranks import Overflowed, any_rank
 from polyamp.backends.torch.scale import LossScaler

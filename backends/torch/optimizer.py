@@ -29,36 +29,38 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch import checkpoints, overflow, saving
+from polyamp.backends.torch.arguments import (
+    check_fused_step,
+    check_norm,
+    check_norm_group,
+    check_process_group,
+    named_tensors,
+    not_a,
+)
 from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.closures import step_with_closure
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.guards import (
     LISTENERS,
-    STEPS,
-    check_no_scaler,
     check_not_shared,
     guard,
-    look_for_casts,
-    report_policy,
+    stepped_by_scaler,
     update_begins,
 )
 from polyamp.backends.torch.masters import make_masters
 from polyamp.backends.torch.overflow import Overflow
+from polyamp.backends.torch.policy_reports import STEPS, look_for_casts, report_policy
 from polyamp.backends.torch.provenance import Scaling, Witness, not_cleared
-from polyamp.backends.torch.ranks import Overflowed, any_rank, check_norm_group, check_process_group, has_peers
+from polyamp.backends.torch.ranks import Overflowed, any_rank, has_peers
 from polyamp.backends.torch.scale import LossScaler, losses_in
 from polyamp.backends.torch.sharding import check_groups
 from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced, note_step
 from polyamp.errors import (
-    InvalidTypeError,
     InvalidValueError,
     UsageError,
-    is_number,
     no_optimizer,
-    shown,
     wrapped_already,
-    wrong_type,
 )
 from polyamp.scale import LossScale, StepResult
 
@@ -127,7 +129,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             raise wrapped_already(f"{type(optimizer).__name__}, attached to its wrapper")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
-        _check_fused_step(fused_step)
+        check_fused_step(fused_step)
         check_process_group(process_group)
         check_norm_group(norm_group)
         check_groups([param for group in optimizer.param_groups for param in group["params"]])
@@ -300,7 +302,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             UsageError: no parameter has a gradient, or their loss was not scaled.
             InvalidValueError: ``max_norm`` is negative or NaN.
         """
-        _check_norm(max_norm)
+        check_norm(max_norm)
         if LISTENERS:
             update_begins()
         return self._unscale_now(scaled).clip(max_norm)
@@ -331,11 +333,13 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             LossScaleError: see `LossScale`: ``max_skips`` and ``on_min``.
             NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss on an accelerator was inf or NaN.
         """
-        check_no_scaler(self)
+        if "found_inf" in vars(self) or "grad_scale" in vars(self):
+            raise stepped_by_scaler(self)
         if LISTENERS:
             update_begins(closure)
         result = self.make_step(scaled) if closure is None else step_with_closure(self, closure, scaled)
-        report_policy(self, ALIVE)
+        if self.steps < STEPS or not self.scaler.multiplies:
+            report_policy(self, ALIVE)
         return result
 
     def _unscale_now(self, scaled: bool | None) -> Gradients:
@@ -691,44 +695,6 @@ def update_or_skip(
 
 def _is_complete(inner: torch.optim.Optimizer, gradients: Gradients, has_stepped: bool) -> bool:
     return all(map(inner.state.__contains__, gradients.params)) if inner.state else has_stepped
-
-
-def named_tensors(given: Iterable[Any]) -> dict[str, Tensor]:
-    """Return parameters by name from pairs as in ``model.named_parameters()``."""
-    pairs = list(given)
-    if all(isinstance(pair, tuple) and list(map(type, pair))[:1] == [str] and len(pair) == 2 for pair in pairs):
-        return dict(pairs)
-    raise InvalidTypeError(
-        "the named parameters must be pairs of a name and a parameter",
-        where="wrap_optimizer(named_parameters=)",
-        found=f"an iterable of {type(pairs[0]).__name__}",
-        allowed="pairs of a str and a tensor",
-        fix="give model.named_parameters()",
-    )
-
-
-def not_a(kind: type, found: object, *, where: str, fix: str) -> InvalidTypeError:
-    """Return the error for an argument of the wrong type."""
-    return InvalidTypeError(f"wrong type, expected {kind.__name__}", where=where, found=shown(found), fix=fix)
-
-
-def _check_fused_step(found: object) -> None:
-    if not (found is None or isinstance(found, bool)):
-        fix = "leave it out for polyamp's kernels on GPUs that have them, or give True or False"
-        raise not_a(bool, found, where="wrap_optimizer(fused_step=)", fix=fix)
-
-
-def _check_norm(max_norm: object) -> None:
-    """Raise if this is not a limit for a norm; torch accepts 0 and inf."""
-    where, allowed = "clip_grad_norm_(max_norm)", "a number of at least 0"
-    fix = "give the largest global L2 norm that gradients may have"
-    if not is_number(max_norm):
-        what = "the gradient-norm limit must be a number"
-        raise wrong_type(max_norm, where=where, allowed=allowed, fix=fix, what=what)
-    if not max_norm >= 0:
-        raise InvalidValueError(
-            "the gradient-norm limit must be at least 0", where=where, found=max_norm, allowed=allowed, fix=fix
-        )
 
 
 def _no_backward(found: str) -> UsageError:

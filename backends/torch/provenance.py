@@ -104,12 +104,18 @@ class Pass:
         self.handles: list[Any] = []  # of the hooks that bring what arrives to another scale
 
     def __call__(self) -> None:
-        """Remove the hooks. FSDP's own callbacks, which can come later, are still part of the pass."""
-        while self.handles:
-            self.handles.pop().remove()
+        """Remove the hooks, and settle after other callbacks, such as DDP's and FSDP's: they are part of the pass."""
+        self.__del__()
+        until_backward_ends(self.settle)
+
+    def settle(self) -> None:
+        """Let all witnesses look at what the pass has left."""
+        for witness in list(_WITNESSES):
+            witness.end_of(self)
 
     def __del__(self) -> None:
-        self()
+        while self.handles:
+            self.handles.pop().remove()
 
 
 class Passes:
@@ -165,7 +171,7 @@ def _pass_begins(scaling: Scaling, grad: Tensor) -> None:
     entry = PASSES.note(scaling)
     roots, inputs, accumulates = ((), (), True) if call is None else call
     is_one = len(roots) == 1 and is_scaled(roots[0])  # the usual pass, which starts from this loss alone
-    scalings, leaves = ([], set[int]()) if is_one else _parts_of(roots)
+    scalings, leaves = ((), frozenset()) if is_one else _parts_of(roots)
     is_alike = not leaves and all(map(scaling.is_like, scalings))
     begun = PASSES.running[task] = Pass(task, scaling if is_alike else None, entry)
     until_backward_ends(begun)
@@ -267,7 +273,8 @@ class Witness:
         owner = self._owner()
         param = None if owner is None else owner.first_with_gradient()
         if param is not None and param.grad is not None:
-            self.scaling, self.taken_from, self.left = scaling, taken_from, Gradient.of(param, param.grad)
+            # masters leave the model's gradients multiplied as they were
+            self.scaling, self.left = taken_from or scaling, Gradient.of(param, param.grad)
             self._share()
 
     def _share(self) -> None:
@@ -361,9 +368,8 @@ class Witness:
         if owner is None or other is None:
             return
         if own is None:
-            if PASSES.count > self._opened_at + 1:
-                self._look_for_unobserved(begun, other, accumulates=accumulates)
-        elif (self.left is not None or not own.is_like(other)) and owner.first_with_gradient() is None:
+            return
+        if (self.left is not None or not own.is_like(other)) and owner.first_with_gradient() is None:
             self.open()
         elif accumulates and owner.checks and self._was_used():
             self._polluting = begun.task
@@ -373,18 +379,6 @@ class Witness:
     def _mix(self, reached: Sequence[Tensor]) -> None:
         """Note that a pass has added to gradients what no factor is right for."""
         self._mixed += [Gradient.of(param, grad) for param in reached if (grad := param.grad) is not None]
-
-    def _look_for_unobserved(self, begun: Pass, other: Scaling, *, accumulates: bool) -> None:
-        """Look for gradients of earlier passes with another scale, which reached only parameters without a hook."""
-        earlier = [one for one in PASSES.since(self._opened_at) if one is not other]
-        if all(map(other.is_like, earlier)) or not self._is_filled():
-            return
-        self._is_wide = True  # from the next window on
-        if accumulates and all(map(earlier[0].is_like, earlier)):
-            self.scaling, self.contributors = earlier[0], [earlier[0].scaler]
-            self._bring(begun, other)
-        else:
-            self._refuse_what_is_there(mixed=True)
 
     def _bring(self, begun: Pass, other: Scaling) -> None:
         """Let what a pass adds arrive with the scale of what is there."""
@@ -421,6 +415,8 @@ class Witness:
 
     def _keep_after_write(self) -> None:
         """Go on refusing gradients that somebody changed since they were noted, if some are left that are not zeros."""
+        if self._noted is not None and self._noted.is_untouched():
+            return
         left = next((param for param in self._parameters() if param.grad is not None), None)
         if left is not None and left.grad is not None and self._is_filled():
             self._noted = Gradient.of(left, left.grad)
@@ -450,20 +446,34 @@ class Witness:
         elif scaling is None:
             self._is_mixed = True
         else:
-            if self.scaling is None or (begun is None and self.left is not None):
-                self.scaling = scaling
-            elif begun is None and not self.scaling.is_like(scaling):
-                self._is_mixed = True
-            if scaling.scaler not in self.contributors:
-                self.contributors.append(scaling.scaler)
+            self._note_scaled_loss(scaling, is_marked=begun is not None)
         self.left, self._polluting = None, -1
-        until_backward_ends(partial(until_backward_ends, self._settle))  # after other callbacks, such as DDP's
+        if begun is None or begun.task != task:
+            until_backward_ends(partial(until_backward_ends, self._settle))  # after other callbacks, as in `Pass`
+
+    def end_of(self, ended: Pass) -> None:
+        """Look at the gradients after a pass."""
+        if self._task == ended.task:
+            self._settle()
+        elif self.scaling is None and ended.scaling is not None and not self._is_wide:
+            owner = self._owner()
+            if owner is not None and owner.first_with_gradient() is not None:  # it reached none that have a hook
+                self._is_wide = True  # from the next window on
+                self.scaling, self.contributors = ended.scaling, [ended.scaling.scaler]
 
     def _settle(self) -> None:
         """Count writes to the gradient before a backward pass ended as part of that pass."""
         param = None if self._noted is None else self._noted.param()
         if param is not None and param.grad is not None:
             self._noted = Gradient.of(param, param.grad)
+
+    def _note_scaled_loss(self, scaling: Scaling, *, is_marked: bool) -> None:
+        if self.scaling is None or not (is_marked or self.left is None):
+            self.scaling = scaling
+        elif not (is_marked or self.scaling.is_like(scaling)):
+            self._is_mixed = True
+        if scaling.scaler not in self.contributors:
+            self.contributors.append(scaling.scaler)
 
     def _note_unscaled_loss(self, param: Tensor) -> None:
         if self.left is not None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from polyamp.backends.torch.unstable import flattened_shards, is_flattened
-from polyamp.errors import InvalidTypeError, shown
 
 SHOWN = 8  # ranks in a message
 BITS = 63  # ranks in one int64, so that the sum of all bits is not negative
@@ -107,37 +106,6 @@ def shard_group(param: Tensor) -> Any:
         _groups.update((flat, group) for flat, group in flattened_shards())
         _groups.setdefault(param, None)
     return _groups[param]
-
-
-def check_process_group(process_group: Any) -> None:
-    """Raise if this is not a process group, when an optimizer is wrapped rather than at its first step."""
-    if process_group is None or process_group is False or _is_group(process_group):
-        return
-    raise InvalidTypeError(
-        "process_group must be a process group, None or False",
-        where="wrap_optimizer(process_group=)",
-        found=shown(process_group),
-        allowed="a torch.distributed.ProcessGroup, None for the default group, or False for none",
-        fix="leave process_group= out, or give torch.distributed.new_group(...) or device_mesh.get_group(name)",
-    )
-
-
-def check_norm_group(norm_group: Any) -> None:
-    """Raise if this is not a process group."""
-    if norm_group is None or _is_group(norm_group):
-        return
-    raise InvalidTypeError(
-        "norm_group must be a process group",
-        where="wrap_optimizer(norm_group=)",
-        found=shown(norm_group),
-        allowed="a torch.distributed.ProcessGroup, or None",
-        fix='leave norm_group= out, or give device_mesh.get_group("pipe"); where ranks have other parameters only in '
-        "part, such as experts, call opt.unscale_() and clip by a norm of your own before opt.step()",
-    )
-
-
-def _is_group(found: object) -> bool:
-    return torch.distributed.is_available() and isinstance(found, torch.distributed.ProcessGroup)
 
 
 def _device_for(device: torch.device, process_group: Any) -> torch.device:

@@ -22,6 +22,7 @@ from polyamp.backends.torch.guards import LISTENERS
 from polyamp.backends.torch.kernels.control import (
     LOSSES_FINITE,
     SIZE,
+    LateValues,
     applied_flag,
     check_first_use,
     decode,
@@ -254,39 +255,6 @@ class LossScaler:
         if not isinstance(scale, Tensor):
             return self._host_factors(scale)[2]
         return scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
-
-
-class LateValues:
-    """A queue for one small tensor, which is copied to the host without a sync on devices with streams (CUDA, XPU)."""
-
-    def __init__(self) -> None:
-        self.copy: Tensor | None = None  # on its way to the host
-        self._arrival: Any = None
-
-    def send(self, values: Callable[[], Tensor]) -> None:
-        """Start the copy, unless an earlier one is still under way or a CUDA graph is captured."""
-        # While a graph is captured the host does not read values.
-        if self.copy is not None or is_captured():
-            return
-        sent = values()
-        current_stream = _streams_of(sent.device)
-        self.copy = sent.to("cpu", non_blocking=current_stream is not None)
-        self._arrival = current_stream and current_stream(sent.device).record_event()
-
-    def receive(self) -> list[Any] | None:
-        """Return the values if they have arrived, and forget them; else return None."""
-        if self.copy is None or is_captured():
-            return None
-        if self._arrival is not None and not self._arrival.query():
-            return None
-        values: list[Any] = self.copy.tolist()
-        self.copy = self._arrival = None
-        return values
-
-
-def _streams_of(device: torch.device) -> Any:
-    """Return the function for a device's current stream, whose events report arrivals; None without streams."""
-    return None if device.type == "cpu" else getattr(torch.get_device_module(device), "current_stream", None)
 
 
 def losses_in(loss: Any) -> list[Tensor]:

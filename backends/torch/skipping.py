@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from polyamp.backends.torch.casting import leaves, map_leaves
-from polyamp.backends.torch.scale import LateValues
+from polyamp.backends.torch.kernels.control import LateValues
 from polyamp.errors import InvalidTypeError, shown
 from polyamp.scale import StepResult
 

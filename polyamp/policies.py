@@ -417,11 +417,8 @@ def policy(
     if mistaken:
         raise unknown_options([*mistaken], _ARGUMENTS, where=where, elsewhere=_OF_JMP)
     without_more = rules is None and loss_scale is None and name is None
-    if without_more and param is None and compute is None and output is None:
-        if isinstance(spec, Policy):
-            return spec
-        if isinstance(spec, str) and spec in _BY_WORD:
-            return _BY_WORD[spec]
+    if without_more and param is None and compute is None and output is None and isinstance(spec, Policy):
+        return spec
     given = {"param": param, "compute": compute, "output": output}
     formats = {key: _format(value, f"policy({key}=)") for key, value in given.items() if value is not None}
     own_rules = () if rules is None else parse_rules(rules)
@@ -530,8 +527,14 @@ def _from_words(words: _Words, formats: dict[str, str], where: str) -> Policy:
     return Policy(param, compute, output, rules, scale, words.label)
 
 
-# parsed once: a region may be entered by a word at every step
 _BY_WORD = {word: _from_words(_read(word, where=""), {}, "") for word in WORDS}
+
+
+def as_policy(spec: Policy | str) -> Policy:
+    """Return ``policy(spec)``, fast for known words: a region may be entered by a word at every step."""
+    if isinstance(spec, Policy):
+        return spec
+    return (_BY_WORD.get(spec) if isinstance(spec, str) else None) or policy(spec)
 
 
 def _from_policy(spec: Policy, formats: dict[str, str]) -> Policy:

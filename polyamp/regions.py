@@ -20,7 +20,7 @@ from polyamp import adapters
 from polyamp.adapters import Adapter, having
 from polyamp.errors import InvalidTypeError, UnsupportedError, brief, warn_once
 from polyamp.formats import name_of_dtype
-from polyamp.policies import Policy, chosen_policy, enter, leave
+from polyamp.policies import Policy, as_policy, chosen_policy, enter, leave
 from polyamp.policies import policy as make_policy
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -98,7 +98,7 @@ def autocast(
             allowed="autocast(policy), or autocast(function, policy)",
             fix="leave one of the two out",
         )
-    chosen = bound if target is None else target if isinstance(target, Policy) else make_policy(target)
+    chosen = bound if target is None else as_policy(target)
     return _traced(chosen) or Autocast(chosen, backend)
 
 
@@ -153,7 +153,8 @@ def _traced(policy: Policy | None) -> AbstractContextManager[Any] | None:
     if policy is not None:
         for adapter in adapters.in_use():
             trace = getattr(adapter, "traced_context", None)
-            if trace is not None and (context := trace(policy)) is not None:
+            context: AbstractContextManager[Any] | None = trace and trace(policy)
+            if context is not None:
                 return context
     return None
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -275,12 +275,13 @@ class Witness:
         if param is not None and param.grad is not None:
             # masters leave the model's gradients multiplied as they were
             self.scaling, self.left = taken_from or scaling, Gradient.of(param, param.grad)
-            self._share()
+            if len(_WITNESSES) > 1:
+                self._share()
 
     def _share(self) -> None:
         """Note the gradients that other optimizers have too, and what they are multiplied by now."""
         owner = self._owner()
-        if len(_WITNESSES) < 2 or owner is None or (owner.masters is not None and owner.max_grad_norm is None):
+        if owner is None or (owner.masters is not None and owner.max_grad_norm is None):
             return
         scaling = self.scaling if owner.masters is None else None  # the masters' gradients alone are clipped
         found = [(param, grad) for param in self._shared() if (grad := param.grad) is not None]
@@ -317,7 +318,8 @@ class Witness:
             self.taken_from = self.scaling
         self.scaling, self.contributors = Scaling(scaler, 1.0), []
         self.is_unscaled, self.has_more, self.left = True, False, None
-        self._share()
+        if len(_WITNESSES) > 1:
+            self._share()
 
     def settle(self, own: LossScaler, *, declared: bool | None = None) -> Scaling:
         """Return what the gradients are multiplied by.
@@ -330,7 +332,7 @@ class Witness:
             return self.scaling
         if own.settings.check and (self._was_left or (self.left is not None and self.left.is_there())):
             raise not_cleared(where="step(), unscale_(), clip_grad_norm_()")
-        if self._is_mixed or any(one.is_there() for one in self._mixed):
+        if self._is_mixed or (self._mixed and any(one.is_there() for one in self._mixed)):
             raise _mixed()
         if self.left is not None and not self.left.is_there():
             self.scaling = None
@@ -354,14 +356,15 @@ class Witness:
         self.contributors = [found[0].scaler]
         return found[0]
 
-    def meet(self, begun: Pass, unscaled: set[int], *, accumulates: bool) -> None:
+    def meet(self, begun: Pass, unscaled: Set[int], *, accumulates: bool) -> None:
         """Prepare for a pass that may add to the gradients, and reaches leaves with these ids without a scale."""
         owner, own, other = self._owner(), self.scaling, begun.scaling
         if self._has_unscaled or self._is_mixed or self._was_left:
             self._keep_after_write()
         if self._mixed and not self._is_filled():
             self._mixed = []
-        self.shared = [one for one in self.shared if one[0].is_filled()]
+        if self.shared:
+            self.shared = [one for one in self.shared if one[0].is_filled()]
         if unscaled and accumulates:  # some may have arrived before this, and not all parameters have a hook
             reached = [param for param in self._parameters() if id(param) in unscaled]
             until_backward_ends(partial(self._mix, reached))
@@ -369,9 +372,10 @@ class Witness:
             return
         if own is None:
             return
-        if (self.left is not None or not own.is_like(other)) and owner.first_with_gradient() is None:
+        is_new = self.left is not None or not own.is_like(other)
+        if is_new and (owner.first_with_gradient() is None or (self.left is not None and not self._was_used())):
             self.open()
-        elif accumulates and owner.checks and self._was_used():
+        elif accumulates and owner.checks and self.left is not None:
             self._polluting = begun.task
         elif accumulates:
             self._bring(begun, other)

@@ -394,8 +394,10 @@ class Steps(RuleBasedStateMachine):
     def _step(self, place: int, line: str, *, legal: bool, backward: bool = False) -> bool:
         opt, before = self.opts[place], self._bits()
         keys = set().union(*(self.sources[name] for name in self.owned[place]))
-        if self.clips_masters and ODD in keys and not self.model[opt].checks:
-            return True  # nobody refuses it, and what clipped the masters' gradients did not clip the model's
+        if ODD in keys and not self.model[opt].checks:  # nobody refuses it
+            if self.clips_masters:
+                return True  # what clipped the masters' gradients did not clip the model's
+            self.model[opt].may_skip = True  # if another optimizer's scale made them
         group = self.groups[place]
         exact = len(self.opts) == 1 and legal and keys == {self._key(place, "")}
         config: LossScale = self.configs[0 if self.groups == [0] * len(self.opts) else place]

@@ -68,8 +68,8 @@ Start = Callable[[Any], Any]
 """``start(params) -> state``."""
 
 
-def ours(skip: str, *, fused: bool, max_grad_norm: float | None = None) -> tuple[Step, Start]:
-    tx = polyamp.wrap_optimizer(ADAM, POLICY, skip=skip, max_grad_norm=max_grad_norm)
+def ours(*, fused: bool, max_grad_norm: float | None = None) -> tuple[Step, Start]:
+    tx = polyamp.wrap_optimizer(ADAM, POLICY, max_grad_norm=max_grad_norm)
 
     def step(params: Any, state: Any, grads: Any) -> Any:
         if fused:
@@ -113,11 +113,10 @@ def flax_recipe(params: Any, state: Any, grads: Any) -> Any:
 def variants() -> dict[str, tuple[Step, Start]]:
     made: dict[str, tuple[Step, Start]] = {
         "plain adam": (plain, ADAM.init),
-        "cond, apply_gradients": ours("cond", fused=True),
-        "select, apply_gradients": ours("select", fused=True),
-        "cond, update": ours("cond", fused=False),
+        "cond, apply_gradients": ours(fused=True),
+        "cond, update": ours(fused=False),
         "plain adam, clipped": (functools.partial(plain, tx=CLIPPED), CLIPPED.init),
-        "cond, apply_gradients, clipped": ours("cond", fused=True, max_grad_norm=1.0),
+        "cond, apply_gradients, clipped": ours(fused=True, max_grad_norm=1.0),
     }
     if jmp:
         made["jmp"] = (jmp_recipe, lambda params: (jnp.float32(SCALE), jnp.int32(0), ADAM.init(params)))

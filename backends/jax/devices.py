@@ -34,15 +34,9 @@ def described(device: jax.Device) -> dict[str, Any]:
         "name": f"{device.platform}:{device.id} {device.device_kind}",
         "platform": device.platform,
         "capability": capability,
-        "fast": fast_formats(device.platform, capability, device.device_kind),
+        # the formats that have matrix units (source: `polyamp.formats`; for TPUs, TPU system architecture)
+        "fast": {"gpu": fast_on_gpu(device.device_kind, capability), "tpu": ["bfloat16"]}.get(device.platform, []),
     }
-
-
-def fast_formats(platform: str, capability: str | None, name: str = "") -> list[str]:
-    """Return the formats that have matrix units (source: `polyamp.formats`; for TPUs, TPU system architecture)."""
-    if platform == "tpu":
-        return ["bfloat16"]
-    return fast_on_gpu(name, capability) if platform == "gpu" else []
 
 
 def check_format(compute: str) -> None:

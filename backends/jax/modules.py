@@ -119,7 +119,7 @@ class Call(NamedTuple):
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    argnums: Sequence[int]  # the positions of the arguments that are parameters
+    parameters: Sequence[bool]  # for each leaf of the arguments, whether it is a parameter
     accept: Callable[[Any], Any]  # applies the changes to flax NNX modules, and returns the call's own results
 
 
@@ -131,14 +131,10 @@ def as_pure(
     method = getattr(fn, "__func__", None) if is_nnx_module(owner) else None
     objects = NnxArguments((owner if method else fn, args, kwargs))
     if not objects.objects:
-        return Call(fn, args, kwargs, argnums, lambda results: results)
-    leaves, tree = jax.tree.flatten(objects.rest, is_leaf=_is_place)
-    flags = [*_flags(objects.rest[0], False, _is_place), *parameters_among(args, kwargs, argnums, _is_place)]
+        return Call(fn, args, kwargs, _parameters_among(args, kwargs, argnums), lambda results: results)
 
-    def pure(parameters: Any, others: list[Any]) -> Any:
-        state, given = parameters
-        given = [held if flag else other for held, other, flag in zip(given, others, flags, strict=True)]
-        (own_fn, own_args, own_kwargs), own = objects.build(state, jax.tree.unflatten(tree, given))
+    def pure(state: Any, rest: Any) -> Any:
+        (own_fn, own_args, own_kwargs), own = objects.build(state, rest)
         before = objects.contents(own)
         results = method(own_fn, *own_args, **own_kwargs) if method else own_fn(*own_args, **own_kwargs)
         return results, objects.changes(before, own)
@@ -148,9 +144,10 @@ def as_pure(
         objects.accept(changed, True)
         return own
 
-    held = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
-    others = [None if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
-    return Call(pure, ((objects.state, held), others), {}, (0,), accept)
+    rest_fn, rest_args, rest_kwargs = objects.rest
+    flags = [*_flags(objects.state, True), *_flags(rest_fn, False)]
+    flags += _parameters_among(rest_args, rest_kwargs, argnums)
+    return Call(pure, (objects.state, objects.rest), {}, flags, accept)
 
 
 def is_module(node: object) -> bool:
@@ -162,20 +159,15 @@ def is_module(node: object) -> bool:
     return any(base.__name__ == "Module" for base in type(node).__mro__)
 
 
-def parameters_among(
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    argnums: Sequence[int],
-    is_leaf: Callable[[Any], bool] | None = None,
-) -> list[bool]:
+def _parameters_among(args: Sequence[Any], kwargs: dict[str, Any], argnums: Sequence[int]) -> list[bool]:
     """Return for each leaf whether it is a parameter: in an argument at ``argnums``, or in a module."""
-    flags = [flag for place, arg in enumerate(args) for flag in _flags(arg, place in argnums, is_leaf)]
-    return flags + _flags(kwargs, False, is_leaf)
+    flags = [flag for place, arg in enumerate(args) for flag in _flags(arg, place in argnums)]
+    return flags + _flags(kwargs, False)
 
 
-def _flags(tree: Any, are_parameters: bool, is_leaf: Callable[[Any], bool] | None) -> list[bool]:
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: is_module(node) or (is_leaf is not None and is_leaf(node)))
-    counts = [(len(jax.tree.leaves(node, is_leaf=is_leaf)), are_parameters or is_module(node)) for node in nodes]
+def _flags(tree: Any, are_parameters: bool) -> list[bool]:
+    nodes = jax.tree.leaves(tree, is_leaf=is_module)
+    counts = [(len(jax.tree.leaves(node)), are_parameters or is_module(node)) for node in nodes]
     return [flag for count, flag in counts for _ in range(count)]
 
 

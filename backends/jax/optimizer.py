@@ -6,11 +6,10 @@ the first wrap.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +23,6 @@ from polyamp.errors import InvalidValueError, StateError, UsageError, wrapped_al
 from polyamp.policies import Policy
 from polyamp.scale import LossScale, advance, can_divide, on_host, report_limits
 
-Skip = Literal["auto", "cond", "select"]
-
 
 def wrap_optimizer(
     tx: Any,
@@ -35,7 +32,6 @@ def wrap_optimizer(
     max_grad_norm: float | None = None,
     axis_name: Hashable | None = None,
     master_weights: bool | None = None,
-    skip: Skip = "auto",
 ) -> Any:
     """Wrap an optax optimizer in one that runs the mixed-precision step in the right order.
 
@@ -71,10 +67,6 @@ def wrap_optimizer(
         master_weights: keep float32 copies of 16-bit parameters and update the copies. The updates then lead to the
             rounded master weights. ``optax.apply_updates`` gets there too, except if a parameter shrinks more than
             2**13-fold in one step: it is then off by at most 2**-24 of its old value until the next step.
-        skip: how a compiled step skips. "cond" is one ``lax.cond``; a skipped step does no work. "select" always
-            updates, with non-finite gradients too, and keeps the old values with ``lax.select``. The results are the
-            same in every bit. "auto" is "cond": on a CPU it took a third of the time of "select" with donated buffers,
-            and about 10 % more, less than the spread, without. It was not measured on a GPU or TPU yet.
 
     Returns:
         An ``optax.GradientTransformationExtraArgs``, whose state is a `LossScaleOptState`. Parameters that are not
@@ -83,11 +75,11 @@ def wrap_optimizer(
 
     Raises:
         InvalidTypeError: ``tx`` is not an optax optimizer.
-        InvalidValueError: ``max_grad_norm`` is not a positive finite number, or ``skip`` is unknown.
+        InvalidValueError: ``max_grad_norm`` is not a positive finite number.
         MissingFrameworkError: optax is not installed.
         UsageError: ``tx`` is wrapped already. If a wrapped optimizer is inside ``tx``, ``tx.init`` raises it.
     """
-    options = {"axis_name": axis_name, "master_weights": master_weights, "skip": skip}
+    options = {"axis_name": axis_name, "master_weights": master_weights}
     return verbs.wrap_optimizer(
         tx, policy, loss_scale=loss_scale, max_grad_norm=max_grad_norm, backend="jax", **options
     )
@@ -138,7 +130,6 @@ class Step:
     axis_name: Hashable | None  # mapped axis, or axes, over which the finite flag is combined
     master_weights: bool  # whether 16-bit parameters get float32 copies
     low_params: bool  # whether the policy stores parameters in 16 bits
-    skip: Skip  # how a compiled step chooses between update and skip
 
     @property
     def settings(self) -> LossScale:
@@ -210,7 +201,10 @@ class Step:
 
         finite = self._finite(grads, state)
         with _naming_trees(grads, params):
-            result, *memory = self._choose(finite, taken, skipped)
+            if is_traced(finite):
+                result, *memory = jax.lax.cond(finite, taken, skipped)
+            else:  # outside jit, lax.cond would compile again at each call
+                result, *memory = taken() if finite else skipped()
         scalars = advance(self.settings, state.scalars, finite, where=jnp.where)
         scalars = scalars._replace(scale=gradients.marked(scalars.scale, gradients.NEXT_SCALE))
         if not is_traced(scalars.scale):
@@ -237,13 +231,6 @@ class Step:
         if masters is not None:
             return merged(gradients.followed(masters, params), params)
         return widened(params) if self.settings.check else params
-
-    def _choose(self, finite: Any, taken: Callable[[], Any], skipped: Callable[[], Any]) -> Any:
-        if not is_traced(finite):
-            return taken() if finite else skipped()  # outside jit, lax.cond would compile again at each call
-        if self.skip == "select":
-            return jax.tree.map(functools.partial(jax.lax.select, finite), taken(), skipped())
-        return jax.lax.cond(finite, taken, skipped)
 
 
 def _check(state: object, params: Any) -> None:

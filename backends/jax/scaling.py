@@ -119,7 +119,9 @@ class _Reader:
         if not parts:
             own = _result(equation, values, where)
             own = own._replace(of_backward=own.of_backward or where.backward)
-            return [own if is_inexact(unstable.dtype_in(var)) else _flag(own) for var in equation.outvars]
+            # a bool or integer depends on a gradient only if it tests how large that is
+            flag = _Value(NONE, own.clipped)
+            return [own if is_inexact(unstable.dtype_in(var)) else flag for var in equation.outvars]
         given = (
             values[equation.params["cond_nconsts"] :] if name == "while" else values[1:] if name == "cond" else values
         )
@@ -137,11 +139,6 @@ def _constant(array: Any) -> _Value:
         return _Value()
     values = np.asarray(array)
     return _ANY if is_inexact(values.dtype) and not np.any(np.nan_to_num(values.astype(np.float32))) else _Value()
-
-
-def _flag(value: _Value) -> _Value:
-    """Return the facts about a bool or integer: it depends on a gradient only if it tests how large that is."""
-    return _Value(NONE, value.clipped)
 
 
 def _result(equation: Any, values: list[_Value], where: _Where) -> _Value:

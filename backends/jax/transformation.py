@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, get_args
+from typing import Any
 
-from polyamp.backends.jax.optimizer import Skip, Step
+from polyamp.backends.jax.optimizer import Step
 from polyamp.backends.jax.state import state_type
-from polyamp.errors import check_arguments, check_master_weights, missing, no_method, no_optimizer, wrapped_already
+from polyamp.errors import check_master_weights, missing, no_method, no_optimizer, wrapped_already
 from polyamp.policies import Policy
 from polyamp.scale import LossScale
 
@@ -50,7 +50,6 @@ def wrap_optimizer(
     max_grad_norm: float | None,
     axis_name: Hashable | None = None,
     master_weights: bool | None = None,
-    skip: Skip = "auto",
 ) -> LossScaled:
     """Return a wrapped optax optimizer; see `polyamp.backends.jax.wrap_optimizer`."""
     if isinstance(tx, LossScaled):
@@ -60,8 +59,6 @@ def wrap_optimizer(
     if not isinstance(tx, optax.GradientTransformation):
         raise no_optimizer(tx, allowed="optax.GradientTransformation, such as optax.adam(1e-3)")
     check_master_weights(master_weights)
-    fits = isinstance(skip, str) and skip in get_args(Skip)
-    check_arguments("wrap_optimizer", [("skip", skip, fits, f"one of {', '.join(get_args(Skip))}")])
     step = Step(
         optax.with_extra_args_support(tx),
         state_type(loss_scale.in_float32(), policy.compute),
@@ -69,6 +66,5 @@ def wrap_optimizer(
         axis_name,
         master_weights=master_weights is not False,
         low_params=policy.needs_master_weights,
-        skip=skip,
     )
     return LossScaled(step.init, step.update)

@@ -21,11 +21,6 @@ from polyamp.operations import OPERATIONS
 DEFAULT = lax.Precision.DEFAULT
 
 
-def traced(function: Callable[..., Any], *arrays: Any) -> Any:
-    """Return the jaxpr of a function of arrays, with its constants."""
-    return jax.make_jaxpr(function)(*arrays)
-
-
 def opened(closed: Any) -> tuple[Any, Sequence[Any]]:
     """Return a jaxpr and its constants. JAX 0.11 made the closed and the open jaxpr one class."""
     return getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
@@ -38,7 +33,7 @@ def without_constants(closed: Any) -> tuple[Any, Sequence[Any]]:
         return jaxpr, ()
     count = len(constants)
     specs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]  # type: ignore[no-untyped-call]
-    again = traced(lambda *args: jax.core.eval_jaxpr(jaxpr, args[:count], *args[count:]), *constants, *specs)
+    again = jax.make_jaxpr(lambda *args: jax.core.eval_jaxpr(jaxpr, args[:count], *args[count:]))(*constants, *specs)
     return opened(again)[0], constants
 
 
@@ -82,11 +77,7 @@ def settings_of(equation: Any) -> AbstractContextManager[None]:
 def bound(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
     """Bind an equation to other arrays, with its own or other parameters; return the results."""
     primitive = equation.primitive
-    if params is None and "call_jaxpr" in equation.params:
-        params, functions = _call_parts(equation)
-        results = primitive.bind(*functions, *arrays, **params)
-    else:
-        results = primitive.bind(*arrays, **(equation.params if params is None else params))
+    results = primitive.bind(*arrays, **(equation.params if params is None else params))
     return list(results) if primitive.multiple_results else [results]
 
 
@@ -196,6 +187,13 @@ def manual_axes(params: dict[str, Any]) -> frozenset[Any]:
     return axes
 
 
+def mapped_again(params: dict[str, Any], body: Callable[..., Any], out_specs: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return a function that is mapped over the axes of a shard_map with these parameters."""
+    settings = {"mesh": params["mesh"], "in_specs": tuple(params["in_specs"]), "check_vma": params["check_vma"]}
+    mapped: Callable[..., Any] = jax.shard_map(body, out_specs=out_specs, axis_names=manual_axes(params), **settings)
+    return mapped
+
+
 def is_plain_jit(params: dict[str, Any]) -> bool:
     """Return whether a jit has only a function and no settings, so that its equations can replace it."""
     shardings = (*params["in_shardings"], *params["out_shardings"])
@@ -277,25 +275,6 @@ def users_cast(equation: Any) -> str:
     return ""
 
 
-def chose_output(equation: Any) -> bool:
-    """Return whether the program itself set the ``preferred_element_type`` of a product; ``jax.numpy`` always sets one.
-
-    Only the traceback shows which code asked for the product.
-    """
-    traceback = equation.source_info.traceback
-    called = False
-    for frame in traceback.frames if traceback else ():
-        if "/jax/_src/lax/" in frame.file_name:
-            called = called or frame.function_name in _PRODUCTS
-        elif "/jax/_src/" not in frame.file_name:
-            return called
-        elif any(part in frame.file_name for part in _CALLERS):
-            return False
-    return False
-
-
-_PRODUCTS = ("dot_general", "dot", "conv_general_dilated", "ragged_dot", "ragged_dot_general", "batch_matmul")
-_CALLERS = ("/jax/_src/numpy/", "/jax/_src/nn/", "/jax/_src/scipy/")
 _LIBRARIES = (
     *(f"/{name}/" for name in ("jax", "jaxlib", "optax", "flax", "equinox", "haiku", "chex", "polyamp/backends")),
     "/backends/jax/",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from polyamp.backends.jax.casting import is_array, is_traced
 from polyamp.backends.jax.gradients import all_finite, note_scale
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
-from polyamp.backends.jax.graphs.rewrite import in_float32, name_of, run_rewritten
+from polyamp.backends.jax.graphs.rewrite import name_of, run_rewritten
 from polyamp.backends.jax.modules import NnxArguments, is_nnx_module, trained_in, with_trained
 from polyamp.backends.jax.state import LossScaleOptState, find_state
 from polyamp.errors import InvalidTypeError, InvalidValueError, no_loss
@@ -104,10 +104,7 @@ def unreported(
 
         def scaled_loss(trained: list[Any]) -> tuple[jax.Array, Any]:
             parts = (trained, objects.state, objects.rest)
-            if bound is not None and bound.compute == "float32":
-                loss, aux, changes = in_float32(program, *parts)
-            else:
-                loss, aux, changes = run_rewritten(program, chosen, parts, {}, name=name, argnums=(0, 1))
+            loss, aux, changes = run_rewritten(program, bound, parts, {}, name=name, argnums=(0, 1))
             return _times_scale(loss, state), (loss, aux, changes)
 
         trained = [trained_in(args[place]) for place in places]
@@ -189,8 +186,6 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
 
 def _checked_loss(loss: Any) -> jax.Array:
     """Return the loss as f32[], or as f64[] if it is one."""
-    if isinstance(loss, float):
-        loss = jnp.float32(loss)
     if not (is_array(loss) and jnp.issubdtype(loss.dtype, jnp.floating)):
         found = f"an array of {loss.dtype}" if is_array(loss) else type(loss).__name__
         raise no_loss(found, allowed="a floating-point array of shape (); with other values under has_aux=True")

@@ -129,7 +129,7 @@ def test_misspelt_options_of_torch_compile(name: str) -> None:
 
 OPTIONS = {
     "torch": {"master_weights", "fused_step", "process_group", "norm_group", "named_parameters"},
-    "jax": {"axis_name", "master_weights", "skip"},
+    "jax": {"axis_name", "master_weights"},
     "keras": {"master_weights"},
     "tensorflow": {"master_weights"},
 }

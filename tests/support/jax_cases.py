@@ -34,7 +34,7 @@ OPTIMIZERS = {
     "schedule_free": optax.contrib.schedule_free_sgd(0.1),
     "apply_if_finite": optax.apply_if_finite(optax.adam(0.1), max_consecutive_errors=2),
 }
-STEPS = ("update cond", "update select", "apply_gradients cond", "apply_gradients select", "uncompiled auto")
+STEPS = ("update", "apply_gradients", "uncompiled")
 
 
 def params(half: Any = jnp.float16) -> dict[str, jax.Array]:
@@ -53,16 +53,15 @@ def gradients(seed: int, scale: Any, spoil: float | None = None) -> dict[str, ja
 
 def wrapped_to_step(inner: Any, how: str, policy: Any = FLOAT16, **options: Any) -> tuple[Any, Any]:
     """Return the wrapped optimizer, and ``step(params, opt_state, grads) -> (params, opt_state)`` in one of `STEPS`."""
-    by, skip = how.split()
-    tx = polyamp.wrap_optimizer(inner, policy, skip=skip, **options)
+    tx = polyamp.wrap_optimizer(inner, policy, **options)
 
     def step(params: Any, opt_state: Any, grads: Any) -> Any:
-        if by == "apply_gradients":
+        if how == "apply_gradients":
             return apply_gradients(tx, grads, opt_state, params)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
-    return tx, step if by == "uncompiled" else jax.jit(step)
+    return tx, step if how == "uncompiled" else jax.jit(step)
 
 
 def bits(tree: Any) -> list[tuple[str, bytes]]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 
-from polyamp.backends.jax import unstable
+from polyamp.backends.jax import casting, unstable
 from polyamp.backends.jax.graphs.cells import FLOAT32, CallResult, Cell, Recipe
 
 _CHEAP = frozenset(
@@ -54,11 +54,7 @@ def note_call(results: Sequence[Cell], again: Callable[[], Sequence[Cell]]) -> N
 
 def is_traced(cell: Cell) -> bool:
     """Return whether a value is floating-point and still traced, without a number."""
-    return cell.inexact and _is_tracer(cell)
-
-
-def _is_tracer(cell: Cell) -> bool:
-    return isinstance(cell.array, jax.core.Tracer)
+    return cell.inexact and casting.is_traced(cell.array)
 
 
 def compute_again(cell: Cell) -> Any:
@@ -93,10 +89,11 @@ def bind(operation: Callable[[list[Any]], list[Any]], inputs: Sequence[Taken]) -
     """Bind an operation on float32 arrays, so that the backward pass keeps the leaves of its inputs."""
     # All users of an input that is not computed again share one array. Its derivative goes to this array, where the
     # gradients of all users add up in float32. The value of the input is computed from the leaves.
-    kept = [leaf for leaf in _distinct(leaf for taken in inputs for leaf in taken.leaves) if _is_tracer(leaf)]
+    leaves = _distinct(leaf for taken in inputs for leaf in taken.leaves)
+    kept = [leaf for leaf in leaves if casting.is_traced(leaf.array)]
     users = (leaf for taken in inputs for leaf in (taken.leaves if taken.is_anew else [taken.cell]))
     shared = [cell for cell in _distinct(users) if is_traced(cell) and not _is_itself(cell, kept)]
-    known = [leaf for taken in inputs for leaf in taken.leaves if not _is_tracer(leaf)]
+    known = [leaf for leaf in leaves if not casting.is_traced(leaf.array)]
     numbers = {id(leaf): leaf.cast(FLOAT32) if leaf.declared == FLOAT32 else leaf.array for leaf in known}
 
     def again(arrays: Sequence[Any], wide: Sequence[Any]) -> list[Any]:
@@ -131,7 +128,7 @@ def _value(cell: Cell, known: dict[int, Any]) -> Any:
         recipe = _recipe(cell)
         assert recipe is not None  # otherwise it is one of the leaves
         inputs = [_value(source, known) for source in recipe.cells]
-        known[id(cell)] = unstable.bound(recipe.equation, inputs, recipe.equation.params)[0]
+        known[id(cell)] = unstable.bound(recipe.equation, inputs)[0]
     return known[id(cell)]
 
 
@@ -175,7 +172,7 @@ def _smallest(cell: Cell, depth: int) -> list[Cell]:
     sources = ((source, _take(source, recipe.anew)) for source in recipe.cells)
     parts = (taken.leaves if taken.is_anew else _smallest(source, depth - 1) for source, taken in sources)
     leaves = _distinct(leaf for part in parts for leaf in part)
-    traced = [leaf for leaf in leaves if _is_tracer(leaf)]
+    traced = [leaf for leaf in leaves if casting.is_traced(leaf.array)]
     return leaves if sum(map(_bytes, traced)) < _bytes(cell) else [cell]
 
 
@@ -198,18 +195,18 @@ _NEEDING_RESULTS = frozenset({"exp", "tanh", "logistic", "select_n"})  # select_
 _SLOPES: dict[str, Callable[[Any], Any]] = {"tanh": lambda y: 1 - y * y, "logistic": lambda y: y * (1 - y)}
 
 
-def bind_low(equation: Any, cells: Sequence[Cell], dtype: Any, output: Any, *, is_looped: bool) -> list[Any]:
-    """Bind an equation with its floating-point inputs in a 16-bit dtype; a product is added up in ``output``."""
+def bind_low(equation: Any, cells: Sequence[Cell], dtype: Any, *, is_looped: bool) -> list[Any]:
+    """Bind an equation with its floating-point inputs in a 16-bit dtype."""
     # A value that is spread over rows (a bias, a scale, a gate), or that a gather may take several times, is spread in
     # float32. The derivative of this is a sum, which would stop growing in 16 bits after some hundreds of terms. The
     # body of a loop keeps less for the backward pass, since it keeps it in every iteration.
     if equation.primitive.name in _REPEATING and is_traced(cells[0]):
-        return [unstable.converted(array, dtype) for array in unstable.bound(equation, _wide(cells), equation.params)]
+        return [unstable.converted(array, dtype) for array in unstable.bound(equation, _wide(cells))]
     if is_looped and equation.primitive.name in _SLOPES:
         return [_saturated(equation, cells[0].cast(dtype))]
     shape, spreads = equation.outvars[0].aval.shape, equation.primitive.name in _SPREADING
     arrays = [_spread(cell, shape, dtype) if spreads else _cast(cell, dtype) for cell in cells]
-    preferred = {"preferred_element_type": output} if "preferred_element_type" in equation.params else {}
+    preferred = {"preferred_element_type": dtype} if "preferred_element_type" in equation.params else {}
     return unstable.bound(equation, arrays, {**equation.params, **preferred})
 
 
@@ -224,7 +221,7 @@ def _saturated(equation: Any, array: Any) -> Any:
 
     @jax.custom_jvp
     def own(array: Any) -> Any:
-        return unstable.bound(equation, [array], equation.params)[0]
+        return unstable.bound(equation, [array])[0]
 
     @own.defjvp
     def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
@@ -244,8 +241,8 @@ def bind_wide(equation: Any, cells: Sequence[Cell], anew: Sequence[str] = ()) ->
         inputs = smaller if name in _NEEDING_OPERANDS or any(map(_is_smaller, smaller)) else inputs
     is_narrow = name in _NEEDING_OPERANDS and any(is_traced(cell) and cell.dtype != cell.declared for cell in cells)
     if not is_narrow and not any(taken.is_anew or _is_smaller(taken) for taken in inputs):
-        return unstable.bound(equation, _wide(cells), equation.params)
-    return bind(lambda arrays: unstable.bound(equation, arrays, equation.params), inputs)
+        return unstable.bound(equation, _wide(cells))
+    return bind(lambda arrays: unstable.bound(equation, arrays), inputs)
 
 
 def _is_smaller(taken: Taken) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -32,25 +33,19 @@ def declared_value(dtype: Any) -> Value:
 
 
 @jax.tree_util.register_pytree_node_class
+@dataclass(eq=False, slots=True)
 class Cell:
     """One value: a pytree of one array, so that JAX's own control flow accepts cells."""
 
-    __slots__ = ("_casts", "array", "constant", "declared", "dtype", "recipe", "same", "shared", "value")
-
-    def __init__(
-        self,
-        array: Any,
-        dtype: Any,
-        declared: Any,
-        value: Value,
-        shared: bool = False,
-        constant: bool = False,
-        same: Any = None,
-    ) -> None:
-        self.array, self.dtype, self.declared, self.value, self.shared = array, dtype, declared, value, shared
-        self.constant, self.same = constant, object() if same is None else same
-        self.recipe: Recipe | CallResult | None = None
-        self._casts: dict[Any, Any] | None = None
+    array: Any
+    dtype: Any  # of the array
+    declared: Any  # the dtype that the program declared
+    value: Value  # the facts of the flow rule
+    shared: bool = False  # whether casts are kept for other uses
+    constant: bool = False  # whether its numbers are known when the program is traced
+    same: Any = field(default_factory=object)  # equal for values that hold the same numbers
+    recipe: Recipe | CallResult | None = None  # how it was computed
+    _casts: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, array: Any, declared: Any, value: Value | None = None, constant: bool = False) -> Cell:
@@ -86,8 +81,6 @@ class Cell:
             return self.array
         if not self.shared:
             return converted(self.array, dtype)
-        if self._casts is None:
-            self._casts = {}
         if dtype not in self._casts:
             self._casts[dtype] = converted(self.array, dtype)
         return self._casts[dtype]

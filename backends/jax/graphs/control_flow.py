@@ -45,7 +45,7 @@ def trace(
         outputs[:] = ending(run.run(closed, around(cells, arrays), path))
         return [cell.array for cell in outputs]
 
-    jaxpr = unstable.traced(body, *(cell.array for cell in cells))
+    jaxpr = jax.make_jaxpr(body)(*(cell.array for cell in cells))
     return jaxpr, around(outputs, unstable.specs_of_results(jaxpr))
 
 
@@ -92,15 +92,7 @@ def shard_map(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> 
     def body(*own: Cell) -> tuple[Cell, ...]:
         return tuple(run.run(params["jaxpr"], [cell.within() for cell in own], path))
 
-    mapped = jax.shard_map(
-        body,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=unstable.manual_axes(params),
-        check_vma=params["check_vma"],
-    )
-    return list(mapped(*cells))
+    return list(unstable.mapped_again(params, body, tuple(params["out_specs"]))(*cells))
 
 
 class _Rewritten(NamedTuple):

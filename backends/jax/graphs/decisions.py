@@ -1,7 +1,7 @@
 """Decides the format of each operation, and collects the decisions as a plan.
 
 The policy's rules decide its class, and the flow rule its format. Then the parameters that the user gave to a product
-decide: ``precision=HIGHEST`` keeps it in float32, and ``preferred_element_type=float32`` keeps its result in float32.
+decide: ``precision=HIGHEST`` keeps it in float32, and ``preferred_element_type=bfloat16`` leaves it as it was written.
 Values that hold the same numbers, and constants, are known: ``x * x`` is a square, and ``1 / x`` is a reciprocal.
 """
 
@@ -62,8 +62,6 @@ class Decided(NamedTuple):
     outcome: Flow  # the decision of the flow rule
     is_wide: bool  # whether it computes in float32
     dtype: Any  # the dtype that its float32 results are cast to, and that it computes in unless it is wide
-    held: Any  # the dtype in which its primitive returns the float32 results
-    value: Value  # the flow rule's facts about them
 
 
 def decide_equation(
@@ -80,13 +78,10 @@ def decide_equation(
     if unstable.ISLAND in path and entry is not None and entry.op_class != "keep":
         decision = _ISLAND
     outcome = _outcome(decider, equation, name, decision, [cell.value for cell in cells if cell.inexact])
-    lowers, value = outcome.format == decider.compute, outcome.output
+    lowers = outcome.format == decider.compute
     is_wide = not lowers or (decision.op_class == "inner" and name not in _IN_16_BITS)
-    held = dtype = compute if lowers or outcome.rounds else FLOAT32
-    if lowers and equation.params.get("preferred_element_type") == FLOAT32 and unstable.chose_output(equation):
-        held, value = FLOAT32, Value("strong", name)
     _note(decider, equation, name, outcome, cells)
-    return Decided(name, decision, outcome, is_wide, dtype, held, value)
+    return Decided(name, decision, outcome, is_wide, compute if lowers or outcome.rounds else FLOAT32)
 
 
 def _outcome(decider: Decider, equation: Any, name: str, decision: Decision, inputs: list[Value]) -> Flow:
@@ -168,7 +163,8 @@ class PlanBuilder:
         outputs = [variable.aval for variable in equation.outvars]
         read = sum(bytes_of(cell.array, to) for cell, to in zip(cells, wanted, strict=True))
         written = sum(
-            bytes_of(aval, decided.held if _is_float32(aval) and not as_written else None) for aval in outputs
+            bytes_of(aval, decided.dtype if not as_written and getattr(aval, "dtype", None) == FLOAT32 else None)
+            for aval in outputs
         )
         bytes_cast = sum(bytes_of(array, before) for array, before, _ in cast)
         self.operations.append(
@@ -192,10 +188,6 @@ class PlanBuilder:
         if region not in self._begins:
             self._begins[region] = len(self.operations)
             self.operations += [op._replace(times=op.times * self._times) for op in operations]
-
-
-def _is_float32(aval: Any) -> bool:
-    return getattr(aval, "dtype", None) == FLOAT32
 
 
 def bytes_of(array: Any, dtype: Any = None) -> int:

@@ -125,7 +125,7 @@ class Interpreter:
     def call(self, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
         """Trace a function that returns a list of arrays, at the declared types, and run it."""
         specs = [jax.ShapeDtypeStruct(np.shape(cell.array), cell.declared) for cell in cells]  # type: ignore[no-untyped-call]
-        return self.run(unstable.traced(function, *specs), cells, path)
+        return self.run(jax.make_jaxpr(function)(*specs), cells, path)
 
     def _equation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
         own = unstable.scopes(equation) if self._needs_paths else ""
@@ -142,20 +142,18 @@ class Interpreter:
             self.plan.add(equation, path, decided, cells)
         if decided.outcome.format == AS_WRITTEN:
             bound = unstable.bound(equation, [cell.restored() for cell in cells])
-            results = _results(equation, bound, decided.value, FLOAT32)
+            results = _results(equation, bound, decided.outcome.output, FLOAT32)
         else:
-            results = _results(equation, self._bind(equation, decided, cells), decided.value, decided.held)
+            results = _results(equation, self._bind(equation, decided, cells), decided.outcome.output, decided.dtype)
             binding.note_equation(equation, cells, results, decided.outcome.anew)
         note_same(equation, cells, results)
         return results
 
     def _bind(self, equation: Any, decided: Decided, cells: Sequence[Cell]) -> list[Any]:
         """Return the results of an equation in the formats that were decided."""
-        with _naming_rule(
-            equation, decided, self.compute if decided.outcome.format == self.policy.compute else FLOAT32
-        ):
+        with _naming_rule(equation, decided):
             if not decided.is_wide:
-                return bind_low(equation, cells, decided.dtype, decided.held, is_looped=self.is_looped)
+                return bind_low(equation, cells, decided.dtype, is_looped=self.is_looped)
             results = bind_wide(equation, cells, decided.outcome.anew)
         pairs = zip(results, map(unstable.dtype_in, equation.outvars), strict=True)
         to = decided.dtype
@@ -171,7 +169,7 @@ class Interpreter:
 
 
 @contextmanager
-def _naming_rule(equation: Any, decided: Decided, dtype: Any) -> Iterator[None]:
+def _naming_rule(equation: Any, decided: Decided) -> Iterator[None]:
     """Replace the error of a primitive that refuses a dtype by one that names the rule which asked for it."""
     try:
         yield
@@ -180,7 +178,7 @@ def _naming_rule(equation: Any, decided: Decided, dtype: Any) -> Iterator[None]:
         if decision == decide((), canonical(equation.primitive.name, equation.params)):
             raise
         raise UnsupportedError(
-            f"JAX's primitive {equation.primitive.name} does not run in {dtype.name}",
+            f"JAX's primitive {equation.primitive.name} does not run in {decided.outcome.format}",
             where=unstable.source_line(equation),
             found=f"{decision.reason} of class {decision.op_class}; JAX reports: {str(error).partition(chr(10))[0]}",
             allowed="rules that the primitive can follow",
@@ -201,7 +199,7 @@ def _results(equation: Any, arrays: Sequence[Any], value: Value, held: Any) -> l
 
 def _barrier(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     """Pass each operand on in its own format."""
-    return around(cells, unstable.bound(equation, [cell.array for cell in cells], equation.params))
+    return around(cells, unstable.bound(equation, [cell.array for cell in cells]))
 
 
 def _convert(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell] | None:

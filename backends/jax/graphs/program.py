@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from polyamp.backends.jax.graphs import binding, control_flow, derivatives
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, is_inexact
 from polyamp.backends.jax.graphs.interpreter import HANDLERS, Interpreter
 from polyamp.backends.jax.graphs.refusals import refusals
-from polyamp.backends.jax.modules import arrays_of_modules, parameters_among
+from polyamp.backends.jax.modules import arrays_of_modules
 from polyamp.flow import INPUT, WEAK
 
 
@@ -22,12 +23,12 @@ class Program:
     """A traced call of a function."""
 
     def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Sequence[int] = (0,)
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], parameters: Sequence[bool]
     ) -> None:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        self._is_parameter = parameters_among(args, kwargs, argnums)
         self.parameters = arrays_of_modules(fn)
         self._is_array = [is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
+        self._are_parameters = [flag for flag, is_one in zip(parameters, self._is_array, strict=True) if is_one]
         self.arrays = [leaf for leaf, is_one in zip(leaves, self._is_array, strict=True) if is_one]
         self._results: list[Any] = []
 
@@ -40,12 +41,7 @@ class Program:
             return [leaf for leaf in results if is_array(leaf)]
 
         with refusals():
-            self.closed = unstable.traced(of_arrays, *self.arrays)
-
-    @property
-    def specs(self) -> list[jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of the arguments."""
-        return [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in self.arrays]  # type: ignore[no-untyped-call]
+            self.closed = jax.make_jaxpr(of_arrays)(*self.arrays)
 
     def run(self, interpreter: Interpreter, arrays: Sequence[Any]) -> list[Any]:
         """Return the arrays of the results in their declared dtypes."""
@@ -53,8 +49,7 @@ class Program:
         if interpreter.plan is None:
             interpreter.repeats.count(self.closed)
         interpreter.parameters |= self.parameters
-        flags = [flag for flag, is_one in zip(self._is_parameter, self._is_array, strict=True) if is_one]
-        given = zip(arrays, jaxpr.invars, flags, strict=True)
+        given = zip(arrays, jaxpr.invars, self._are_parameters, strict=True)
         cells = [Cell.of(array, unstable.dtype_in(var), WEAK if own else INPUT) for array, var, own in given]
         outputs = interpreter.run(self.closed, cells, "")
         return [_as_traced(cell, variable) for cell, variable in zip(outputs, jaxpr.outvars, strict=True)]
@@ -84,7 +79,7 @@ class Program:
             return jax.tree.leaves(jax.vjp(of_trained, [arrays[index] for index in trained])[1])
 
         try:
-            residuals = jax.eval_shape(kept, self.specs)
+            residuals = jax.eval_shape(kept, self.arrays)
         except Exception:  # as for a while loop; the user's own rules may raise anything
             return None
         return sum(int(leaf.size) * int(leaf.dtype.itemsize) for leaf in residuals)
@@ -106,14 +101,21 @@ def _as_traced(cell: Cell, variable: Any) -> Any:
 _PASSING = ("reshape", "squeeze", "broadcast_in_dim", "abs", "neg", "stop_gradient", "convert_element_type", "name")
 
 
+@dataclass(eq=False)
 class Equation:
     """An equation anywhere in a program."""
 
-    def __init__(
-        self, own: Any, path: str, sources: Sequence[Equation | None], is_backward: bool, times: int = 1
-    ) -> None:
-        self.own, self.path, self.sources, self.is_backward, self.times = own, path, sources, is_backward, times
-        self.name: str = own.primitive.name
+    own: Any  # the equation in the jaxpr
+    path: str  # its scopes, and those of the equations that hold it
+    sources: Sequence[Equation | None]  # for each input the equation that made it
+    is_backward: bool
+    times: int  # how often it runs
+
+    @property
+    def name(self) -> str:
+        """The name of its primitive."""
+        name: str = self.own.primitive.name
+        return name
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -126,27 +128,21 @@ class Equation:
         made = self.sources[0] if self.sources else None
         return made.source if made is not None and made.name in _PASSING else made
 
-    def holding(self, own: Any, sources: Sequence[Equation | None]) -> Equation:
-        """Return an equation of a program that this equation holds."""
-        path = "/".join(filter(None, (self.path, unstable.scopes(own))))
-        is_backward = self.is_backward or "transpose" in unstable.transformations(own)
-        length = self.own.params.get("length", 1) if self.name == "scan" else 1
-        return Equation(own, path, sources, is_backward, self.times * length)
-
 
 def walk(closed: Any) -> Iterator[Equation]:
     """Yield all equations; those of an inner program replace the equation that holds it."""
-    return _walk(closed, None, {})
+    return _walk(closed, "", False, 1, {})
 
 
-def _walk(closed: Any, holder: Equation | None, made: dict[Any, Equation | None]) -> Iterator[Equation]:
+def _walk(
+    closed: Any, path: str, is_backward: bool, times: int, made: dict[Any, Equation | None]
+) -> Iterator[Equation]:
     jaxpr, _ = unstable.opened(closed)
     for own in jaxpr.eqns:
+        place = "/".join(filter(None, (path, unstable.scopes(own))))
         sources = [made.get(atom) if unstable.is_variable(atom) else None for atom in own.invars]
-        if holder is None:
-            equation = Equation(own, unstable.scopes(own), sources, "transpose" in unstable.transformations(own))
-        else:
-            equation = holder.holding(own, sources)
+        backward = is_backward or "transpose" in unstable.transformations(own)
+        equation = Equation(own, place, sources, backward, times)
         parts = unstable.inner_programs(own)
         if not parts:
             made.update(dict.fromkeys(own.outvars, equation))
@@ -160,7 +156,8 @@ def _walk_inner(part: Any, holder: Equation, made: dict[Any, Any]) -> Iterator[E
     jaxpr, _ = unstable.opened(part)
     outer = holder.sources
     taken = dict(zip(jaxpr.invars, outer, strict=True)) if len(jaxpr.invars) == len(outer) else {}
-    yield from _walk(part, holder, taken)
+    turns = holder.own.params["length"] if holder.name == "scan" else 1
+    yield from _walk(part, holder.path, holder.is_backward, holder.times * turns, taken)
     if len(jaxpr.outvars) == len(holder.own.outvars):
         results = zip(holder.own.outvars, jaxpr.outvars, strict=True)
         made.update({outer: taken.get(inner) for outer, inner in results if unstable.is_variable(inner)})

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from polyamp.errors import InvalidTypeError, UsageError, is_integer
+from polyamp.errors import InvalidTypeError, UsageError, is_integer, kind_of
 
 BRANCHES = (
     jax.errors.ConcretizationTypeError,
@@ -49,12 +49,10 @@ def check_function(fn: object, *, where: str) -> None:
     """Raise if ``fn`` is not callable, for example an array."""
     if callable(fn):
         return
-    shape, dtype = getattr(fn, "shape", None), getattr(fn, "dtype", None)
-    about = f" of {dtype}{list(shape)}" if shape is not None and dtype is not None else ""
     raise InvalidTypeError(
         "the argument is not a function",
         where=where,
-        found=f"{type(fn).__module__}.{type(fn).__qualname__}{about}",
+        found=kind_of(fn),
         allowed="a function of arrays and pytrees: a model's apply, a loss",
         fix="pass the function, and call the result with the arrays; to cast arrays, call policy.cast_to_compute(tree)",
     )

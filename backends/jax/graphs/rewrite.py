@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -84,7 +85,7 @@ def planned(
         return regions.plan_of_step(program.closed, own)
     plan = PlanBuilder(own.at)
     interpreter = Interpreter(chosen, plan)
-    jax.eval_shape(lambda arrays: program.run(interpreter, arrays), program.specs)
+    jax.eval_shape(lambda arrays: program.run(interpreter, arrays), program.arrays)
     plain = program
     if own.found:
         with regions.recorded(left_out=True):
@@ -100,18 +101,20 @@ def planned(
 
 def run_rewritten(
     fn: Callable[..., Any],
-    policy: Policy,
+    bound: Policy | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
     name: str | None,
     argnums: Sequence[int] = (0,),
 ) -> Any:
-    """Run a function under a policy; report under this name what had no effect."""
+    """Run a function under a policy, or the current one; report under this name what had no effect."""
+    policy = bound or current_policy()
     check_format(policy.compute)
     shown = regions.current()
     if policy.compute == "float32" or (shown is not None and shown.left_out):
-        return fn(*args, **kwargs)
+        with jax.named_scope(unstable.ISLAND) if bound and policy.compute == "float32" else nullcontext():
+            return fn(*args, **kwargs)
     call = as_pure(fn, args, kwargs, argnums)
     program = Program(*call[:4])
     if shown is not None:
@@ -119,7 +122,7 @@ def run_rewritten(
     interpreter = Interpreter(policy)
     results = call.accept(program.results(program.run(interpreter, program.arrays)))
     if name is not None:
-        report_findings(interpreter.decider, name)
+        _report(interpreter.decider, name)
     return results
 
 
@@ -129,7 +132,7 @@ def name_of(fn: Any) -> str:
     return name
 
 
-def report_findings(decider: Decider, name: str) -> None:
+def _report(decider: Decider, name: str) -> None:
     """Warn, under a function's name, that nothing was lowered, or that rules matched nothing."""
     level, policy = users_level(), decider.policy
     report_unused(decider.unused, where=name, paths="a named scope or module", of=policy, stacklevel=level)
@@ -195,14 +198,6 @@ def autocast(
 
     @functools.wraps(fn)
     def autocasted(*args: Any, **kwargs: Any) -> Any:
-        if bound is not None and bound.compute == "float32":
-            return in_float32(fn, *args, **kwargs)
-        return run_rewritten(fn, bound or current_policy(), args, kwargs, name=name_of(fn), argnums=places)
+        return run_rewritten(fn, bound, args, kwargs, name=name_of(fn), argnums=places)
 
     return autocasted
-
-
-def in_float32(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a function in float32, even inside another autocast."""
-    with jax.named_scope(unstable.ISLAND):
-        return fn(*args, **kwargs)

@@ -26,17 +26,16 @@ class Sample(NamedTuple):
     """
 
     values: Any  # some of the elements, or all; f32[..., tensors, elements]
-    present: Any  # whether they were computed; bool[...]
     # how often each tensor was computed, how many of all its elements are inf, how many NaN, and the bits of the
     # largest finite magnitude; i32[..., tensors, 4]
     totals: Any
 
     def after(self, earlier: Sample) -> Sample:
         """Return the sample of the last iteration that computed the tensor, with the totals of all iterations."""
-        values = jnp.where(self.present[..., None, None], self.values, earlier.values)
+        values = jnp.where(self.totals[..., :1] > 0, self.values, earlier.values)
         counts = self.totals[..., :3] + earlier.totals[..., :3]
         totals = jnp.concatenate([counts, jnp.maximum(self.totals[..., 3:], earlier.totals[..., 3:])], -1)
-        return Sample(values, self.present | earlier.present, totals)
+        return Sample(values, totals)
 
 
 def stride_of(size: int, turns: int) -> int:
@@ -47,12 +46,7 @@ def stride_of(size: int, turns: int) -> int:
 def sample(tensors: Sequence[Any], step: int) -> Sample:
     """Return a sample of float32 tensors of one axis and one size."""
     stacked = jnp.stack(tensors)
-    return Sample(stacked[:, ::step], jnp.bool_(True), _totals(stacked))
-
-
-def nothing(like: Sample) -> Sample:
-    """Return the sample of a tensor that was not computed; ``like`` has the shapes."""
-    return Sample(*(jnp.zeros(field.shape, field.dtype) for field in like))
+    return Sample(stacked[:, ::step], _totals(stacked))
 
 
 def _totals(values: Any) -> Any:
@@ -71,9 +65,9 @@ def _merge(one: Any, other: Any) -> tuple[Any, Any, Any]:
 def spread_of(found: Sample, member: int, elements: int) -> Spread | None:
     """Count on the host a tensor with so many elements, one of a sample; None if it was not computed."""
     turns = found.values[..., member, :].reshape(-1, found.values.shape[-1])
-    turns = turns[found.present.reshape(-1)]
     totals = found.totals[..., member, :].reshape(-1, 4)
     (times, inf, nan), largest = totals[:, :3].sum(0).tolist(), totals[:, 3].max()
     if not times:
         return None
-    return Spread.of_sample(elements * times, turns, inf, nan, float(np.int32(largest).view(np.float32)))
+    computed = turns[totals[:, 0] > 0]
+    return Spread.of_sample(elements * times, computed, inf, nan, float(np.int32(largest).view(np.float32)))

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,10 +39,9 @@ def record(
     """Record every tensor of one step; see `polyamp.adapters.Record`."""
     # The step is traced and evaluated once more, inside one ``jax.jit``; only samples are kept. A program that equals
     # one of the last eight is not compiled again.
-    traced, arrays = traced_step(step, args, kwargs, policy)
+    traced, arrays, constants = _traced_step(step, args, kwargs, policy)
     arrays, own_scale = traced.scaled(arrays, scale)
-    jaxpr, constants = unstable.opened(traced.closed)
-    run = _compiled(_Program(jaxpr, unstable.fingerprint(traced.closed), policy, widened, *traced[2:]))
+    run = _compiled(traced, policy, widened)
     samples, loss = jax.device_get(run.samples(arrays, constants))
     own_loss = None if loss is None else float(loss)
     observations = tuple(
@@ -54,38 +53,45 @@ def record(
 
 
 @dataclass(frozen=True)
-class _Program:
-    """A program to compile; it equals another one that computes the same."""
+class _TracedStep:
+    """A training step as one traced program; it equals another one that computes the same."""
 
     jaxpr: Any = field(compare=False)
-    text: str
-    policy: Policy
-    widened: bool
-    scale_index: int | None
-    loss_index: int | None
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]
+    text: str  # the fingerprint of the jaxpr
+    differentiates: bool  # whether the step has its own backward pass. Else it got one here, if it returns a loss
+    scale_index: int | None  # index of the loss scale in the jaxpr's arguments; None if it is not among them
+    loss_index: int | None  # index of the unscaled loss in its results; None if it is not among them
+    parameters: tuple[tuple[str, tuple[int, ...]], ...]  # name and shape of each floating-point argument
+
+    def scaled(self, arrays: list[Any], scale: float | None) -> tuple[list[Any], float]:
+        """Return the jaxpr's arguments with the given loss scale, and the scale in use."""
+        if self.scale_index is None:
+            return arrays, 1.0 if scale is None else float(scale)
+        before, own, after = arrays[: self.scale_index], arrays[self.scale_index], arrays[self.scale_index + 1 :]
+        own = own if scale is None else jnp.full_like(own, scale)
+        return [*before, own, *after], float(np.asarray(own).flat[0])  # the first copy, if it is replicated
 
 
 class _Run:
     """A step compiled together with its samples."""
 
-    def __init__(self, program: _Program) -> None:
+    def __init__(self, step: _TracedStep, policy: Policy, widened: bool) -> None:
         self.records: list[Record] = []
-        self._program = program
+        self._step, self._policy, self._widened = step, policy, widened
         # LLVM takes most of the time on a CPU, and the program runs once or twice
         options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
         self.samples = jax.jit(self._evaluated, compiler_options=options)
 
     def _evaluated(self, arrays: Sequence[Any], constants: Sequence[Any]) -> tuple[list[Sample], Any]:
-        program, replay = self._program, Replay(self._program.policy, widened=self._program.widened)
-        inputs = enumerate(zip(arrays, program.jaxpr.invars, strict=True))
-        values = [replay.given(array, var, scaled=index == program.scale_index) for index, (array, var) in inputs]
-        outputs = replay.run(program.jaxpr, values, Place(), constants=constants)
+        step, replay = self._step, Replay(self._policy, widened=self._widened)
+        inputs = enumerate(zip(arrays, step.jaxpr.invars, strict=True))
+        values = [replay.given(array, var, scaled=index == step.scale_index) for index, (array, var) in inputs]
+        outputs = replay.run(step.jaxpr, values, Place(), constants=constants)
         replay.leave(outputs, Place())
-        records = sampled(_chosen(replay.records, program.parameters))
+        records = sampled(_chosen(replay.records, step.parameters))
         samples = samples_of(records)
         self.records = with_samples(records, range(len(samples)))
-        loss = None if program.loss_index is None else outputs[program.loss_index].array
+        loss = None if step.loss_index is None else outputs[step.loss_index].array
         return samples, loss
 
 
@@ -119,67 +125,46 @@ def _matched(gradients: Sequence[Record], parameters: Sequence[tuple[str, tuple[
     ]
 
 
-class TracedStep(NamedTuple):
-    """A training step as one traced program."""
-
-    closed: Any  # the jaxpr
-    differentiates: bool  # whether the step has its own backward pass. Else it got one here, if it returns a loss
-    scale_index: int | None  # index of the loss scale in the jaxpr's arguments; None if it is not among them
-    loss_index: int | None  # index of the unscaled loss in its results; None if it is not among them
-    parameters: tuple[tuple[str, tuple[int, ...]], ...]  # name and shape of each floating-point argument
-
-    def scaled(self, arrays: list[Any], scale: float | None) -> tuple[list[Any], float]:
-        """Return the jaxpr's arguments with the given loss scale, and the scale in use."""
-        if self.scale_index is None:
-            return arrays, 1.0 if scale is None else float(scale)
-        before, own, after = arrays[: self.scale_index], arrays[self.scale_index], arrays[self.scale_index + 1 :]
-        own = own if scale is None else jnp.full_like(own, scale)
-        return [*before, own, *after], float(np.asarray(own).flat[0])  # the first copy, if it is replicated
-
-
-def traced_step(
+def _traced_step(
     step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy
-) -> tuple[TracedStep, list[Any]]:
-    """Return a step, and the arguments of its jaxpr in this call."""
+) -> tuple[_TracedStep, list[Any], Sequence[Any]]:
+    """Return a step, and the arguments and constants of its jaxpr in this call."""
     # A step with its own backward pass runs as it was written. A function that returns the loss, or ``(loss, aux)``, is
     # differentiated by its first argument, under the policy. Any other function runs under the policy.
     given = dict(kwargs)
     with policy:
-        trace = _Trace(step, args, given)
-        differentiates = unstable.has_backward(trace.program.closed)
-        has_aux = isinstance(trace.results, tuple) and len(trace.results) == 2
-        if not differentiates and _is_scalar(trace.results[0] if has_aux else trace.results):
-            args = (_holder(), *args)
-            trace = _Trace(_differentiated(step, policy, has_aux=has_aux), args, given)
+        program, results, loss_index = _trace(step, args, given)
+        differentiates = unstable.has_backward(program.closed)
+        has_aux = isinstance(results, tuple) and len(results) == 2
+        if not differentiates and _is_scalar(results[0] if has_aux else results):
+            one = LossScale.fixed(1.0)
+            args = (state_type(one, "float16")(*initial_scalars(one), inner_state=None, master_weights=None), *args)
+            program, _, loss_index = _trace(_differentiated(step, policy, has_aux=has_aux), args, given)
         elif not differentiates:
-            trace = _Trace(step, args, given, policy)
-    closed, arrays = trace.program.closed, trace.program.arrays
+            program, _, loss_index = _trace(step, args, given, policy)
+    (jaxpr, constants), arrays = unstable.opened(program.closed), program.arrays
     own = [state.scalars.scale for state in states_in((args, given))]
     index = next((place for place, array in enumerate(arrays) if any(array is one for one in own)), None)
     found = jax.tree.leaves_with_path(args)
     floating = tuple((gradients.name_of(path[1:]), leaf.shape) for path, leaf in found if is_floating(leaf))
-    return TracedStep(closed, differentiates, index, trace.loss_index, floating), arrays
+    text = unstable.fingerprint(jaxpr)
+    return _TracedStep(jaxpr, text, differentiates, index, loss_index, floating), arrays, constants
 
 
-class _Trace:
-    """A traced call, under a policy if one is given."""
+def _trace(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None = None
+) -> tuple[Program, Any, int | None]:
+    """Return a call traced, under a policy if one is given; what it returns; and the index of the loss in that."""
+    call = as_pure(fn, args, kwargs)
 
-    def __init__(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None = None
-    ) -> None:
-        pure, own_args, own_kwargs, *_ = as_pure(fn, args, kwargs)
+    def under_policy(*args: Any, **kwargs: Any) -> Any:
+        return run_rewritten(call.fn, policy, args, kwargs, name=None)
 
-        def under_policy(args: Any, kwargs: Any) -> Any:
-            if policy is None:
-                return pure(*args, **kwargs)
-            return run_rewritten(lambda *own: pure(*own, **kwargs), policy, args, {}, name=None)
-
-        self.program = Program(under_policy, (own_args, own_kwargs), {})
-        outputs = unstable.specs_of_results(self.program.closed)
-        results = self.program.results(outputs)
-        self.results = results if pure is fn else results[0]
-        loss = _loss_in(self.results)
-        self.loss_index = next((index for index, spec in enumerate(outputs) if spec is loss), None)
+    program = Program(call.fn if policy is None else under_policy, *call[1:4])
+    outputs = unstable.specs_of_results(program.closed)
+    results = program.results(outputs) if call.fn is fn else program.results(outputs)[0]
+    loss = _loss_in(results)
+    return program, results, next((index for index, spec in enumerate(outputs) if spec is loss), None)
 
 
 def _differentiated(fn: Callable[..., Any], policy: Policy, *, has_aux: bool) -> Callable[..., Any]:
@@ -188,12 +173,6 @@ def _differentiated(fn: Callable[..., Any], policy: Policy, *, has_aux: bool) ->
         return {"loss": loss[0] if has_aux else loss, "gradients": [gradients.marked_gradients(grads)]}
 
     return differentiated
-
-
-def _holder() -> Any:
-    """Return an optimizer state from which `value_and_grad` reads the loss scale 1."""
-    settings = LossScale.fixed(1.0)
-    return state_type(settings, "float16")(*initial_scalars(settings), inner_state=None, master_weights=None)
 
 
 def _is_scalar(part: Any) -> bool:

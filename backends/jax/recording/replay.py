@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from polyamp.backends.jax import gradients, unstable
 from polyamp.backends.jax.operations import canonical
-from polyamp.backends.jax.recording.counting import Sample, nothing
+from polyamp.backends.jax.recording.counting import Sample
 from polyamp.backends.jax.recording.values import (
     Evaluated,
     Origin,
@@ -210,7 +210,7 @@ class _Part:
     def nothing(self, values: Sequence[Evaluated]) -> list[Sample]:
         """Return the samples of a part that did not run."""
         _, shapes = jax.eval_shape(lambda arrays: self.run(_around(values, arrays)), _arrays(values))
-        return list(map(nothing, shapes))
+        return [Sample(*(jnp.zeros(field.shape, field.dtype) for field in like)) for like in shapes]
 
     def results(self, arrays: Sequence[Any], samples: Sequence[Sample]) -> list[Evaluated]:
         """Store the part's records, and return its outputs as values outside the function, with these arrays."""
@@ -286,21 +286,14 @@ def _either(outputs: Sequence[Evaluated]) -> Evaluated:
 def _shard_map(replay: Replay, equation: Any, values: list[Evaluated], place: Place) -> list[Evaluated]:
     """Record a ``shard_map``: every device returns its own samples, like the iterations of a loop."""
     params = equation.params
-    axes = unstable.manual_axes(params)
     part = _Part(replay, params["jaxpr"], place)
 
     def body(*arrays: Any) -> Any:
         results, samples = part.run(_around(values, arrays))
         return tuple(results), jax.tree.map(lambda field: field[None], samples)
 
-    mapped = jax.shard_map(
-        body,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=(tuple(params["out_specs"]), PartitionSpec(tuple(axes))),  # type: ignore[no-untyped-call]
-        axis_names=axes,
-        check_vma=params["check_vma"],
-    )
+    of_samples = PartitionSpec(tuple(unstable.manual_axes(params)))  # type: ignore[no-untyped-call]
+    mapped = unstable.mapped_again(params, body, (tuple(params["out_specs"]), of_samples))
     return part.results(*mapped(*_arrays(values)))
 
 

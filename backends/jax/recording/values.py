@@ -153,5 +153,5 @@ def _adapted(params: dict[str, Any]) -> dict[str, Any]:
 def _retraced(jaxpr: Any, constants: Sequence[Any]) -> Any:
     """Return the function that a scatter applies to two elements, traced for float32."""
     scalar = jax.ShapeDtypeStruct((), FLOAT32)  # type: ignore[no-untyped-call]
-    closed = unstable.traced(lambda *pair: jax.core.eval_jaxpr(jaxpr, constants, *pair), scalar, scalar)
+    closed = jax.make_jaxpr(lambda *pair: jax.core.eval_jaxpr(jaxpr, constants, *pair))(scalar, scalar)
     return unstable.opened(closed)[0]

@@ -230,3 +230,34 @@ def test_a_low_value_that_a_scan_holds_gets_its_gradients_added_up_in_float32() 
     w = normal(0, 32, 32, scale=0.2)
     ours, theirs = jax.grad(polyamp.autocast(loss, BF16))(w), jax.grad(loss)(w)
     assert relative_error(ours, theirs) < ONE_PERCENT
+
+
+MANY = 4096
+ZEROS = jnp.zeros(MANY, jnp.int32)
+
+TAKEN = {
+    "index": lambda h: h[ZEROS],
+    "take": lambda h: jnp.take(h, ZEROS, axis=0),
+    "take columns": lambda h: jnp.take(h.T, ZEROS, axis=1).T,
+    "clip mode": lambda h: jnp.take(h, ZEROS, axis=0, mode="clip"),
+    "fill mode": lambda h: h.at[ZEROS].get(mode="fill", fill_value=0),
+    "take_along_axis": lambda h: jnp.take_along_axis(h, jnp.zeros((MANY, 8), int), axis=0),
+    "repeat": lambda h: jnp.repeat(h[:1], MANY, axis=0),
+    "repeat by lengths": lambda h: jnp.repeat(h, jnp.array([MANY, 0, 0, 0]), axis=0, total_repeat_length=MANY),
+    "broadcast": lambda h: jnp.broadcast_to(h[0], (MANY, 8)),
+    "tile": lambda h: jnp.tile(h[:1], (MANY, 1)),
+    "vmap": lambda h: jax.vmap(lambda i: h[i])(ZEROS),
+    "dynamic slices": lambda h: jax.vmap(lambda i: lax.dynamic_slice_in_dim(h, i, 1))(ZEROS)[:, 0],
+    "one_hot": lambda h: jax.nn.one_hot(ZEROS, 4, dtype=h.dtype) @ h,
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_the_gradient_of_what_is_taken_often_does_not_stop_growing(name: str) -> None:
+    w, rows = jnp.ones((8, 8)) / 8, jnp.ones((4, 8))
+
+    def loss(w: Any) -> Any:
+        return TAKEN[name](rows @ w).sum()
+
+    grad = jax.jit(jax.grad(polyamp.autocast(loss, BF16)))
+    np.testing.assert_allclose(grad(w), jax.grad(loss)(w), rtol=ONE_PERCENT)

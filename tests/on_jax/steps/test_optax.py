@@ -21,7 +21,7 @@ COMPILED = STEPS[:-1]
 
 @pytest.mark.parametrize(
     ("name", "how"),
-    [*((name, "apply_gradients cond") for name in OPTIMIZERS), *(("MultiSteps", how) for how in STEPS)],
+    [*((name, "apply_gradients") for name in OPTIMIZERS), *(("MultiSteps", how) for how in STEPS)],
 )
 def test_skipped_step_changes_no_bit(name: str, how: str) -> None:
     tx, step = wrapped_to_step(OPTIMIZERS[name], how)
@@ -62,14 +62,13 @@ def test_no_loss_scale_gives_the_very_updates_of_the_plain_optimizer(name: str) 
     assert state.last_step.applied is True
 
 
-@pytest.mark.parametrize("how", ["apply_gradients cond", "apply_gradients select"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
-def test_skipped_step_gives_back_subnormal_parameters(dtype: Any, how: str) -> None:
+def test_skipped_step_gives_back_subnormal_parameters(dtype: Any) -> None:
     smallest = np.full(3, np.finfo(np.float32).smallest_subnormal) if dtype == jnp.float32 else np.full(3, 1e-39)
     weights = jnp.asarray(np.array([-0.0, *smallest], np.float32)).astype(dtype)
     if dtype == jnp.float16:
         weights = jnp.full(4, jnp.finfo(dtype).smallest_subnormal)
-    tx, step = wrapped_to_step(optax.adam(0.1), how)
+    tx, step = wrapped_to_step(optax.adam(0.1), "apply_gradients")
     assert bits(step(weights, tx.init(weights), jnp.full(4, jnp.inf, dtype))[0]) == bits(weights)
 
 
@@ -100,7 +99,7 @@ def test_one_trace_and_donated_buffers(name: str, how: str) -> None:
 def test_donated_step_needs_no_second_copy_of_anything(half: bool, max_grad_norm: float | None, spare: int) -> None:
     """If XLA does not fuse them, each element's test for inf and NaN takes one byte, and its square four."""
     weights = [jnp.ones((256, 256), jnp.float16 if half else jnp.float32) for _ in range(4)]
-    tx, step = wrapped_to_step(optax.adam(0.1), "apply_gradients cond", max_grad_norm=max_grad_norm)
+    tx, step = wrapped_to_step(optax.adam(0.1), "apply_gradients", max_grad_norm=max_grad_norm)
     donated = jax.jit(lambda *args: step(*args), donate_argnums=(0, 1))
     memory = donated.lower(weights, tx.init(weights), weights).compile().memory_analysis()
     count = sum(weight.size for weight in weights)
@@ -191,18 +190,11 @@ def test_loss_scale_is_the_one_that_optax_finds(around: Any) -> None:
     assert optax.tree.get(tx.init(params()), "loss_scale") == 2.0**10
 
 
-@pytest.mark.parametrize("skip", ["always", "where", None, True])
-def test_unknown_way_to_skip_is_refused(skip: Any) -> None:
-    with pytest.raises(polyamp.errors.InvalidValueError, match="invalid skip"):
-        polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16, skip=skip)
-
-
-@pytest.mark.parametrize(("skip", "conditionals"), [("auto", 1), ("cond", 1), ("select", 0)])
-@pytest.mark.parametrize("by", ["update", "apply_gradients"])
-def test_a_step_has_one_conditional_or_none(skip: str, conditionals: int, by: str) -> None:
-    tx, step = wrapped_to_step(optax.adam(0.1), f"{by} {skip}")
+@pytest.mark.parametrize("how", COMPILED)
+def test_a_step_has_one_conditional(how: str) -> None:
+    tx, step = wrapped_to_step(optax.adam(0.1), how)
     program = str(jax.make_jaxpr(step)(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2)))
-    assert program.count(" cond[") == conditionals
+    assert program.count(" cond[") == 1
 
 
 @pytest.mark.parametrize("spoiled", [None, 0, 1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -51,20 +50,10 @@ def through_orbax(state: Any, folder: Path) -> Any:
         return checkpointer.restore(folder / "all", saved | {"opt_state": jax.eval_shape(lambda: state)})["opt_state"]
 
 
-def through_named_leaves(state: Any, folder: Path) -> Any:
-    """Save as a table from path to array, the form in which people write ``.npz`` files."""
-    named = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
-    np.savez(folder / "state.npz", **named)
-    with np.load(folder / "state.npz") as saved:
-        return jax.tree.map_with_path(lambda path, _: saved[jax.tree_util.keystr(path)], TX.init(PARAMS))
-
-
 THROUGH: dict[str, Callable[[Any, Path], Any]] = {
     "flax": lambda state, _: serialization.from_bytes(TX.init(PARAMS), serialization.to_bytes(state)),
     "orbax": through_orbax,
     "pickle": lambda state, _: pickle.loads(pickle.dumps(state)),
-    "deepcopy": lambda state, _: copy.deepcopy(state),
-    "named leaves": through_named_leaves,
 }
 
 

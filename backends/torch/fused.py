@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from polyamp.backends.torch import refusals
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.extension import available
 from polyamp.backends.torch.gradients import Gradients
@@ -40,7 +41,7 @@ from polyamp.backends.torch.overflow import explanation
 from polyamp.backends.torch.ranks import add_shards_, any_rank, has_peers
 from polyamp.backends.torch.unstable import has_step_pre_hooks, is_flattened, run_with_step_hooks
 from polyamp.backends.torch.update_rules import rules_of, update_rule_of
-from polyamp.errors import InvalidValueError, PolyampError
+from polyamp.errors import PolyampError
 from polyamp.scale import LossScale
 
 if TYPE_CHECKING:
@@ -182,13 +183,7 @@ class FusedStep:
                 for number in batch.numbers:
                     lr = self._inner.param_groups[number]["lr"]
                     if isinstance(lr, Tensor) and lr.device not in (batch.device, torch.device("cpu")):
-                        raise InvalidValueError(
-                            "a learning rate is on another device than its parameters",
-                            where=f"param_groups[{number}]['lr'], in step()",
-                            found=f"a tensor on {lr.device}",
-                            allowed=f"a number, a tensor on the CPU, or one on {batch.device}",
-                            fix=f"move it: group['lr'] = group['lr'].to('{batch.device}')",
-                        )
+                        raise refusals.rate_elsewhere(number, lr.device, batch.device)
         except PolyampError:
             _settle(made, applied=False)
             raise

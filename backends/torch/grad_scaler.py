@@ -10,22 +10,22 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.arguments import not_a
+from polyamp.backends.torch import refusals
 from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.gradients import Gradients
-from polyamp.backends.torch.guards import LISTENERS, scaled_twice, update_begins
+from polyamp.backends.torch.guards import LISTENERS, update_begins
+from polyamp.backends.torch.modules import names_of
 from polyamp.backends.torch.optimizer import LossScaledOptimizer, update_or_skip
-from polyamp.backends.torch.overflow import describe, find, named, names_of
+from polyamp.backends.torch.overflow import explanation
 from polyamp.backends.torch.ranks import Overflowed, any_rank
 from polyamp.backends.torch.scale import LossScaler
 from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping, not_traced
-from polyamp.errors import InvalidValueError, UsageError, shown, warn_once
+from polyamp.errors import warn_once
 from polyamp.libraries import write
 from polyamp.scale import LossScale, LossScaleState, StepResult, on_host
 
@@ -167,12 +167,7 @@ class GradScaler(torch.amp.GradScaler):
         if self.optimizers:
             self._own_optimizer(optimizer, "scaler.unscale_(optimizer)").unscale_()
         elif id(optimizer) in self._seen:
-            raise UsageError(
-                "unscale_() was called for this optimizer already since the last update(), or its step() was",
-                where="GradScaler.unscale_(optimizer)",
-                found=shown(optimizer),
-                fix="call it once, after the last backward() and before step(); call update() after the steps",
-            )
+            raise refusals.unscaled_by_scaler(optimizer)
         elif self.config.check:
             self._look(optimizer)
 
@@ -193,26 +188,16 @@ class GradScaler(torch.amp.GradScaler):
         update_begins(scale=self.get_scale)
         closure = next(filter(callable, [*args, kwargs.get("closure")]), None)
         if closure is not None:
-            raise UsageError(
-                "Closure use is not currently supported if GradScaler is enabled: its loss would not be scaled",
-                where="GradScaler.step(optimizer, closure)",
-                found=repr(closure),
-                fix="wrap the optimizer instead: polyamp.wrap_optimizer(optimizer).step(closure), where the closure "
-                "calls its backward(loss)",
-            )
+            raise refusals.closure_for_scaler(closure)
         scaler = self._scaler
         scaler.report_earlier_step(self._explain, process_group=None)
         seen = self._seen.get(id(optimizer)) or self._look(optimizer)
         if seen.finite is not None:
-            raise UsageError(
-                "step() was called for this optimizer already since the last update()",
-                where="GradScaler.step(optimizer)",
-                fix="call scaler.update() after the steps of a window",
-            )
+            raise refusals.stepped_before_update()
         gradients, has_stepped = Gradients(optimizer.param_groups), self._stepped.get(optimizer, False)
         result, seen.finite = update_or_skip(optimizer, seen.bad, gradients, None, has_stepped=has_stepped)
         self._stepped[optimizer] = has_stepped or seen.finite is True
-        self._explain = partial(_reason, weakref.ref(optimizer), scaler.loss_was_finite, seen.overflowed)
+        self._explain = explanation(optimizer, scaler.loss_was_finite, seen.overflowed)
         self._last_step = StepResult(scaler.state, seen.finite, self._explain)
         return result
 
@@ -232,11 +217,7 @@ class GradScaler(torch.amp.GradScaler):
             self._scaler.set(float(new_scale), where="GradScaler.update(new_scale)")
             return
         if not seen:
-            raise UsageError(
-                "no gradients were tested since the last update()",
-                where="GradScaler.update()",
-                fix="call scaler.step(optimizer) before it",
-            )
+            raise refusals.nothing_tested()
         bad = torch.stack([one.bad.to(seen[0].bad.device) for one in seen]).amax()
         on_host_already = bad.device.type == "cpu" or all(isinstance(one.finite, bool) for one in seen)
         finite: bool | Tensor = not bad if on_host_already else bad == 0
@@ -277,11 +258,7 @@ class GradScaler(torch.amp.GradScaler):
             UsageError: an empty state, which a disabled scaler saved. With wrapped optimizers it changes nothing.
         """
         if not state_dict and not self.optimizers and self.is_enabled():
-            raise UsageError(
-                "the saved state is empty: it may be that of a disabled scaler",
-                where="GradScaler.load_state_dict(saved)",
-                fix="leave the loading out, or load a result of state_dict() of an enabled scaler",
-            )
+            raise refusals.empty_state()
         if not state_dict or not self.config.check:
             return
         settings = self.config
@@ -307,18 +284,11 @@ class GradScaler(torch.amp.GradScaler):
     def _look(self, optimizer: torch.optim.Optimizer) -> _Seen:
         """Unscale and test the gradients of a plain optimizer."""
         if isinstance(optimizer, LossScaledOptimizer):
-            raise scaled_twice(optimizer.inner)
+            raise refusals.scaled_twice(optimizer.inner)
         gradients, scaler = Gradients(optimizer.param_groups), self._scaler
         half = [param for param in gradients.params if param.grad is not None and param.grad.dtype == torch.float16]
         if half:
-            raise InvalidValueError(
-                "Attempting to unscale FP16 gradients.",
-                where="GradScaler.unscale_(optimizer), which step(optimizer) calls",
-                found=f"{names_of(optimizer.param_groups)[half[0]]} and its gradient of torch.float16",
-                allowed="float32 parameters, run in 16 bits by autocast",
-                fix="keep the model in float32, without .half(); or wrap the optimizer, which then trains float32 "
-                "master weights: polyamp.wrap_optimizer(optimizer, policy)",
-            )
+            raise refusals.float16_parameter(names_of(optimizer.param_groups)[half[0]])
         bad, overflowed = any_rank(gradients.unscale(scaler.inverse(scaler.state.scale)))
         seen = self._seen[id(optimizer)] = _Seen(bad, overflowed)
         return seen
@@ -327,13 +297,7 @@ class GradScaler(torch.amp.GradScaler):
         for one in self.optimizers:
             if optimizer is one:
                 return one
-        raise UsageError(
-            "this is not an optimizer of the scaler",
-            where=where,
-            found=shown(optimizer),
-            allowed="a wrapped optimizer that the scaler was made with",
-            fix="pass what polyamp.wrap_optimizer returned; use the plain optimizer nowhere else",
-        )
+        raise refusals.not_of_scaler(optimizer, where=where)
 
 
 _NOT_COPIED = ("_seen", "_stepped", "_explain")
@@ -355,39 +319,16 @@ def _report_clipping(given: list[Tensor], limit: float, measured: bool) -> list[
     return given
 
 
-def _reason(
-    optimizer: weakref.ref[torch.optim.Optimizer], loss_was_finite: bool | Tensor | None, overflowed: Overflowed | None
-) -> str:
-    """Explain a skipped step from the gradients that its optimizer has now."""
-    alive = optimizer()
-    bad = [] if alive is None else find(alive.param_groups)
-    finite = None if loss_was_finite is None else bool(loss_was_finite)
-    if alive is None or not (bad or finite is False or overflowed is not None):
-        return ""
-    return describe(named(bad, names_of(alive.param_groups)) if bad else [], finite, overflowed)
-
-
 def _checked(optimizers: LossScaledOptimizer | Iterable[LossScaledOptimizer]) -> Sequence[LossScaledOptimizer]:
     wrapped = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     for one in wrapped:
         if not isinstance(one, LossScaledOptimizer):
             fix = "GradScaler(optimizers=polyamp.wrap_optimizer(optimizer, policy))"
-            raise not_a(LossScaledOptimizer, one, where="GradScaler(optimizers=)", fix=fix)
+            raise refusals.not_a(LossScaledOptimizer, one, where="GradScaler(optimizers=)", fix=fix)
         if one.scaler is not wrapped[0].scaler:
             fix = "wrap them together: polyamp.wrap_optimizer([first, second], policy)"
-            raise different_loss_scales(where="GradScaler(optimizers=)", fix=fix)
+            raise refusals.different_loss_scales(where="GradScaler(optimizers=)", fix=fix)
     return wrapped
-
-
-def different_loss_scales(*, where: str, fix: str) -> UsageError:
-    """Return the error for optimizers of one loss that were wrapped one by one."""
-    return UsageError(
-        "the optimizers have different loss scales, and a loss is multiplied by only one",
-        where=where,
-        found="optimizers that were wrapped one by one",
-        allowed="optimizers that share a loss scale",
-        fix=fix,
-    )
 
 
 def unscale_once(optimizer: LossScaledOptimizer) -> None:

@@ -16,24 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from polyamp.backends.torch.refusals import clipped_by_another_norm, clipped_too_early, inner_stepped, shared_parameter
 from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping
-from polyamp.errors import UsageError, clipped_scaled
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
     from polyamp.backends.torch.provenance import Scaling
-
-
-def scaled_twice(inner: torch.optim.Optimizer, *, where: str = "GradScaler.step(optimizer)") -> UsageError:
-    """Return the error for a wrapped optimizer, which has its own loss scale, passed to a scaler."""
-    return UsageError(
-        "the optimizer is wrapped already and scales its loss itself",
-        where=where,
-        found=f"a LossScaledOptimizer around {type(inner).__name__}",
-        allowed="one loss scale",
-        fix="leave the scaler out: call the optimizer's own backward(loss) and step(); or give the plain optimizer to "
-        "the scaler",
-    )
 
 
 Closure = Callable[[], Any]
@@ -68,14 +56,7 @@ def check_not_shared(optimizer: LossScaledOptimizer, scaling: Scaling, alive: It
                 continue
             own = own or {id(param) for param in optimizer.model_parameters() if param.grad is not None}
             if id(gradient.param()) in own:
-                raise UsageError(
-                    "a parameter is in two wrapped optimizers, and the other one has unscaled its gradient",
-                    where="step(), unscale_(), clip_grad_norm_()",
-                    found=f"optimizers around {type(optimizer.inner).__name__} and {type(other.inner).__name__}",
-                    allowed="each parameter in one optimizer",
-                    fix="leave shared (tied) parameters out of one of them; delete an optimizer that is not used any "
-                    "more",
-                )
+                raise shared_parameter(optimizer.inner, other.inner)
 
 
 def guard(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:
@@ -102,13 +83,7 @@ class InnerStep:
         optimizer = self._optimizer()
         if optimizer is None or optimizer.is_stepping or not _has_scaled_gradients(optimizer):
             return
-        raise UsageError(
-            "the inner optimizer was stepped while its gradients are scaled",
-            where=f"{type(optimizer.inner).__name__}.step()",
-            found="gradients multiplied by the loss scale",
-            allowed="a step by the wrapped optimizer, which unscales and tests them first",
-            fix="call step() of the optimizer that polyamp.wrap_optimizer returned",
-        )
+        raise inner_stepped(optimizer.inner)
 
 
 def _has_scaled_gradients(optimizer: LossScaledOptimizer) -> bool:
@@ -142,28 +117,11 @@ def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptim
             later = [] if masters is None else masters.masters  # they get their gradients later
             graded = (param for param in optimizer.model_parameters() if param.grad is not None)
             if any(id(param) in clipped for param in (*graded, *later)):
-                raise clipped_scaled(
-                    where="torch.nn.utils.clip_grad_norm_, clip_grad_value_ or a trainer that calls them",
-                    fix="give polyamp.wrap_optimizer(..., max_grad_norm=) and leave this clipping out (max_grad_norm=0 "
-                    "in a Hugging Face Trainer), or call opt.clip_grad_norm_(max_norm), or opt.unscale_() before it",
-                )
+                raise clipped_too_early()
         elif masters is not None and optimizer.witness.is_unscaled:
             masters_of |= {param: master for param, master in masters.by_parameter().items() if param in clipped}
         elif masters is not None:  # the masters take the gradients later
             masters_of |= {master: model for master, model in masters.models_by_id().items() if master in clipped}
     if masters_of and measured:
-        raise UsageError(
-            "the 16-bit gradients of the model are not the unscaled ones",
-            where="clipping by a norm that was computed before",
-            found="parameters of the model that have master weights",
-            allowed="the parameters in opt.param_groups, which have the unscaled gradients",
-            fix="call opt.clip_grad_norm_(max_norm), or clip the parameters in opt.param_groups",
-        )
+        raise clipped_by_another_norm()
     return [masters_of.get(id(param), param) for param in params] if masters_of else params
-
-
-def stepped_by_scaler(optimizer: LossScaledOptimizer) -> UsageError:
-    """Return the error for a step by `torch.amp.GradScaler`, which sets its scale as attributes of an optimizer."""
-    vars(optimizer).pop("found_inf", None)
-    vars(optimizer).pop("grad_scale", None)
-    return scaled_twice(optimizer.inner, where="torch.amp.GradScaler.step(optimizer)")

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.gradients import local
 from polyamp.backends.torch.provenance import Gradient
-from polyamp.errors import InvalidValueError, UnsupportedError, check_master_weights, warn_once
+from polyamp.backends.torch.refusals import check_lists
+from polyamp.errors import InvalidValueError, check_master_weights, warn_once
 
 
 class MasterWeights:
@@ -175,7 +176,7 @@ def make_masters(inner: torch.optim.Optimizer, wanted: bool | None) -> MasterWei
     """Return the masters for ``wrap_optimizer(master_weights=)``, or None without 16-bit parameters."""
     check_master_weights(wanted)
     if wanted is not False and any(_low(group["params"]) for group in inner.param_groups):
-        _check_lists(inner)
+        check_lists(inner)
         return MasterWeights(inner)
     if wanted:
         warn_once(
@@ -201,28 +202,3 @@ def _in_float32(grads: list[Tensor]) -> list[Tensor]:
 def _widened(value: Any, param: Tensor) -> Any:
     """Return a moment that an optimizer kept in the parameter's 16-bit dtype in float32, and other values unchanged."""
     return value.float() if isinstance(value, Tensor) and value.dtype == param.dtype else value
-
-
-def layouts(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return shapes, and for distributed tensors also their placements over ranks."""
-    return [
-        (tuple(tensor.shape), tensor.placements) if hasattr(tensor, "placements") else tuple(tensor.shape)
-        for tensor in tensors
-    ]
-
-
-def _check_lists(inner: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that leaves its step to another one with other lists, which would never see the masters."""
-    lists = {id(group["params"]) for group in inner.param_groups}
-    for held in vars(inner).values():
-        if not isinstance(held, torch.optim.Optimizer) or held is inner:
-            continue
-        if any(id(group["params"]) not in lists and _low(group["params"]) for group in held.param_groups):
-            raise UnsupportedError(
-                "master weights cannot replace the parameters of this optimizer",
-                where="wrap_optimizer(master_weights=)",
-                found=f"{type(inner).__name__} around {type(held).__name__}, with its own lists of 16-bit parameters",
-                allowed="float32 parameters, or an optimizer that has its parameters in one list",
-                fix="store parameters in float32 (mixed_float16), shard with fully_shard instead, or give "
-                "master_weights=False",
-            )

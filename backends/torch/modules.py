@@ -1,10 +1,13 @@
-"""Facts about modules: the operation that one implements, and the parts that their authors keep in float32."""
+"""Facts about modules: the operation that one implements, what its authors keep in float32, names of parameters."""
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from polyamp.backends.torch.operations import MODULES
 
@@ -57,3 +60,34 @@ def kept_by_authors(model: nn.Module) -> frozenset[nn.Module]:
             if path and any(one.search(path) for one in wanted):
                 kept.add(part)
     return frozenset(kept)
+
+
+def names_of(
+    param_groups: Sequence[Mapping[str, Any]],
+    given: Mapping[str, Tensor] | None = None,
+    masters: Mapping[Tensor, Tensor] | None = None,
+) -> dict[Tensor, str]:
+    """Name each parameter."""
+    # Tried in order: the given names; the optimizer's own names, from ``named_parameters()``; the name in a module of
+    # this process that has the parameter; its index.
+    known = {param: name for name, param in (given or {}).items()}
+    for group in param_groups:
+        known.update(zip(group["params"], group.get("param_names", ()), strict=False))
+    stored = {param: (masters or {}).get(param, param) for group in param_groups for param in group["params"]}
+    if any(param not in known and own not in known for param, own in stored.items()):
+        known = {**_names_in_modules(), **known}
+    return {
+        param: known.get(param)
+        or known.get(stored[param])
+        or f"group {place}, parameter {index} of shape {tuple(param.shape)}"
+        for place, group in enumerate(param_groups)
+        for index, param in enumerate(group["params"])
+    }
+
+
+def _names_in_modules() -> dict[Tensor, str]:
+    """Return names from all live modules, since an optimizer only knows tensors. Takes tenths of a second."""
+    modules = [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Module)]
+    inner = {id(child) for module in modules for child in module.children()}
+    roots = [module for module in modules if id(module) not in inner]
+    return {param: name for root in roots for name, param in root.named_parameters()}

@@ -28,15 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch import checkpoints, overflow, saving
-from polyamp.backends.torch.arguments import (
-    check_fused_step,
-    check_norm,
-    check_norm_group,
-    check_process_group,
-    named_tensors,
-    not_a,
-)
+from polyamp.backends.torch import checkpoints, overflow, refusals, saving
 from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.closures import step_with_closure
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
@@ -45,20 +37,18 @@ from polyamp.backends.torch.guards import (
     LISTENERS,
     check_not_shared,
     guard,
-    stepped_by_scaler,
     update_begins,
 )
 from polyamp.backends.torch.masters import make_masters
 from polyamp.backends.torch.overflow import Overflow
 from polyamp.backends.torch.policy_reports import STEPS, look_for_casts, report_policy
-from polyamp.backends.torch.provenance import Scaling, Witness, not_cleared
+from polyamp.backends.torch.provenance import Scaling, Witness
 from polyamp.backends.torch.ranks import Overflowed, any_rank, has_peers
 from polyamp.backends.torch.scale import LossScaler, losses_in
 from polyamp.backends.torch.sharding import check_groups
 from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced, note_step
 from polyamp.errors import (
     InvalidValueError,
-    UsageError,
     no_optimizer,
     wrapped_already,
 )
@@ -129,11 +119,11 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             raise wrapped_already(f"{type(optimizer).__name__}, attached to its wrapper")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
-        check_fused_step(fused_step)
-        check_process_group(process_group)
-        check_norm_group(norm_group)
+        refusals.check_fused_step(fused_step)
+        refusals.check_process_group(process_group)
+        refusals.check_norm_group(norm_group)
         check_groups([param for group in optimizer.param_groups for param in group["params"]])
-        named = named_tensors(named_parameters)
+        named = refusals.named_tensors(named_parameters)
         self.inner: torch.optim.Optimizer = optimizer
         self.scaler = LossScaler(loss_scale or LossScale(), compute)  # of losses without an id
         self.max_grad_norm, self.fused_step, self.masters_wanted = max_grad_norm, fused_step, master_weights
@@ -245,7 +235,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             UsageError: the gradients of the last step were not cleared.
         """
         if self.witness.is_consumed and self.checks:
-            raise not_cleared(where="backward(loss)")
+            raise refusals.not_cleared(where="backward(loss)")
         self.scale(loss, loss_id).backward(**options)
 
     @not_traced
@@ -284,7 +274,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         if LISTENERS:
             update_begins()
         if self.witness.is_unscaled and not self.witness.has_more:
-            raise _unscaled_already(where="unscale_()", fix="call it once after the last backward()")
+            raise refusals.unscaled_already(where="unscale_()", fix="call it once after the last backward()")
         self._unscale_now(scaled)
 
     @not_traced
@@ -302,7 +292,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             UsageError: no parameter has a gradient, or their loss was not scaled.
             InvalidValueError: ``max_norm`` is negative or NaN.
         """
-        check_norm(max_norm)
+        refusals.check_norm(max_norm)
         if LISTENERS:
             update_begins()
         return self._unscale_now(scaled).clip(max_norm)
@@ -334,7 +324,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss on an accelerator was inf or NaN.
         """
         if "found_inf" in vars(self) or "grad_scale" in vars(self):
-            raise stepped_by_scaler(self)
+            raise refusals.stepped_by_scaler(self)
         if LISTENERS:
             update_begins(closure)
         result = self.make_step(scaled) if closure is None else step_with_closure(self, closure, scaled)
@@ -374,24 +364,21 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         witness = self.witness
         if not (scaled is None or isinstance(scaled, bool)):
             fix = "True: multiplied by the loss scale; False: not; leave it out if opt.backward(loss) made them"
-            raise not_a(bool, scaled, where="step(scaled=), unscale_(scaled=), clip_grad_norm_(scaled=)", fix=fix)
+            raise refusals.not_a(
+                bool, scaled, where="step(scaled=), unscale_(scaled=), clip_grad_norm_(scaled=)", fix=fix
+            )
         if scaled and witness.is_unscaled:
-            raise _unscaled_already(where="step(scaled=True)", fix="leave scaled= out after unscale_()")
+            raise refusals.unscaled_already(where="step(scaled=True)", fix="leave scaled= out after unscale_()")
         if witness.is_consumed and self.checks:
-            raise _no_backward("the gradients of the last step")
+            raise refusals.no_backward("the gradients of the last step")
         with_gradient = self.first_with_gradient()
         first = None if with_gradient is None else with_gradient.grad
         if first is None:
             if not has_peers(self.process_group):
-                raise _no_backward("no parameter with a gradient")
+                raise refusals.no_backward("no parameter with a gradient")
             return witness.scaling or Scaling(self.scaler, self.scaler.state.scale)  # peers wait for this rank
         if first.dtype in SIXTEEN_BIT and self.masters is None and self.masters_wanted is not False:
-            raise UsageError(
-                "the parameters were converted to 16 bits after their optimizer was wrapped",
-                where="step()",
-                found=f"gradients of {first.dtype}",
-                fix="convert the model before its optimizer is wrapped, or wrap with master_weights=False",
-            )
+            raise refusals.converted_later(first.dtype)
         scaling = witness.settle(self.scaler, declared=scaled)
         if len(ALIVE) > 1:
             check_not_shared(self, scaling, ALIVE)
@@ -695,17 +682,3 @@ def update_or_skip(
 
 def _is_complete(inner: torch.optim.Optimizer, gradients: Gradients, has_stepped: bool) -> bool:
     return all(map(inner.state.__contains__, gradients.params)) if inner.state else has_stepped
-
-
-def _no_backward(found: str) -> UsageError:
-    return UsageError(
-        "a step without a backward pass",
-        where="step(), unscale_()",
-        found=found,
-        allowed="gradients that a backward pass left since the last step",
-        fix="call backward(loss), or scale(loss).backward(), before step(), and zero_grad() after it",
-    )
-
-
-def _unscaled_already(*, where: str, fix: str) -> UsageError:
-    return UsageError("the gradients of this window are unscaled already", where=where, fix=fix)

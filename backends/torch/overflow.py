@@ -13,19 +13,20 @@ Every rank knows from the flag's all-reduce which ranks overflowed, and only tho
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from polyamp.backends.torch.gradients import Gradients, dense, local
+from polyamp.backends.torch.modules import names_of
 from polyamp.backends.torch.ranks import Overflowed
 from polyamp.errors import NONFINITE_LOSS
 
 if TYPE_CHECKING:
+    from polyamp.backends.torch.masters import MasterWeights
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
 
 SHOWN = 5  # names in a message; `overflowed` returns all of them
@@ -101,7 +102,7 @@ def overflowed(optimizer: LossScaledOptimizer) -> list[Overflow]:
 
 
 def explanation(
-    optimizer: LossScaledOptimizer,
+    optimizer: torch.optim.Optimizer,
     loss_was_finite: bool | Tensor | None = True,
     ranks: Overflowed | None = None,
     *,
@@ -122,50 +123,19 @@ def explanation(
     return explain
 
 
-def _models(optimizer: LossScaledOptimizer) -> dict[Tensor, Tensor]:
+def _models(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, Tensor]:
     """Return the model's parameter of each master."""
-    masters = optimizer.masters
-    return {} if masters is None else dict(zip(masters.masters, masters.model, strict=True))
+    masters: MasterWeights | None = getattr(optimizer, "masters", None)
+    return {} if masters is None else masters.parameters_by_master()
 
 
-def _graded(optimizer: LossScaledOptimizer) -> list[dict[str, Any]]:
+def _graded(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the groups, with the model's parameter in place of a master without gradient."""
     models = {master: model for master, model in _models(optimizer).items() if master.grad is None}
     return [{**group, "params": [models.get(one, one) for one in group["params"]]} for group in optimizer.param_groups]
 
 
-def _names(optimizer: LossScaledOptimizer) -> dict[Tensor, str]:
+def _names(optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
     models = _models(optimizer)
-    names = names_of(optimizer.param_groups, optimizer.named, models)
+    names = names_of(optimizer.param_groups, getattr(optimizer, "named", None), models)
     return {**names, **{model: names[master] for master, model in models.items()}}
-
-
-def names_of(
-    param_groups: Sequence[Mapping[str, Any]],
-    given: Mapping[str, Tensor] | None = None,
-    masters: Mapping[Tensor, Tensor] | None = None,
-) -> dict[Tensor, str]:
-    """Name each parameter."""
-    # Tried in order: the given names; the optimizer's own names, from ``named_parameters()``; the name in a module of
-    # this process that has the parameter; its index.
-    known = {param: name for name, param in (given or {}).items()}
-    for group in param_groups:
-        known.update(zip(group["params"], group.get("param_names", ()), strict=False))
-    stored = {param: (masters or {}).get(param, param) for group in param_groups for param in group["params"]}
-    if any(param not in known and own not in known for param, own in stored.items()):
-        known = {**_names_in_modules(), **known}
-    return {
-        param: known.get(param)
-        or known.get(stored[param])
-        or f"group {place}, parameter {index} of shape {tuple(param.shape)}"
-        for place, group in enumerate(param_groups)
-        for index, param in enumerate(group["params"])
-    }
-
-
-def _names_in_modules() -> dict[Tensor, str]:
-    """Return names from all live modules, since an optimizer only knows tensors. Takes tenths of a second."""
-    modules = [obj for obj in gc.get_objects() if issubclass(type(obj), nn.Module)]
-    inner = {id(child) for module in modules for child in module.children()}
-    roots = [module for module in modules if id(module) not in inner]
-    return {param: name for root in roots for name, param in root.named_parameters()}

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from polyamp.backends.torch.refusals import loss_not_scaled, mixed, not_cleared
 from polyamp.backends.torch.unstable import (
     is_transformed,
     not_traced,
@@ -36,7 +37,7 @@ from polyamp.backends.torch.unstable import (
     running_task,
     until_backward_ends,
 )
-from polyamp.errors import UsageError, unscaled_loss, warn_once
+from polyamp.errors import warn_once
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
@@ -333,11 +334,11 @@ class Witness:
         if own.settings.check and (self._was_left or (self.left is not None and self.left.is_there())):
             raise not_cleared(where="step(), unscale_(), clip_grad_norm_()")
         if self._is_mixed or (self._mixed and any(one.is_there() for one in self._mixed)):
-            raise _mixed()
+            raise mixed()
         if self.left is not None and not self.left.is_there():
             self.scaling = None
         if self._has_unscaled and (own.multiplies or not (self.scaling is None or self.scaling.factor == 1.0)):
-            raise _loss_not_scaled(partly=self.scaling is not None)
+            raise loss_not_scaled(partly=self.scaling is not None)
         if self.scaling is None:
             self.scaling = Scaling(own, 1.0) if self._has_unscaled else self._unobserved(own)
         return self.scaling
@@ -349,10 +350,10 @@ class Witness:
         found = [one for one in found if one.scaler is own] or found
         if not found:
             if own.multiplies:
-                raise _loss_not_scaled(partly=False)
+                raise loss_not_scaled(partly=False)
             return Scaling(own, 1.0)
         if not all(map(found[0].is_like, found)):
-            raise _mixed()
+            raise mixed()
         self.contributors = [found[0].scaler]
         return found[0]
 
@@ -552,32 +553,3 @@ def _report_hooks(params: Iterable[Tensor]) -> None:
 
 def _times(ratio: float | Tensor, grad: Tensor) -> Tensor:
     return grad * (ratio.to(grad.device, grad.dtype) if isinstance(ratio, Tensor) else ratio)
-
-
-def not_cleared(*, where: str) -> UsageError:
-    """Return the error for gradients of the last step to which a backward pass adds, or was about to."""
-    return UsageError(
-        "the unscaled gradients of the last step are still there, and a scaled backward pass would add to them",
-        where=where,
-        fix="call zero_grad() after step(); to accumulate, call backward several times before step()",
-    )
-
-
-def _mixed() -> UsageError:
-    return UsageError(
-        "gradients of different scales were added up",
-        where="step(), unscale_(), clip_grad_norm_()",
-        found="losses with different loss scales in one backward pass",
-        allowed="losses with one loss scale in one backward pass",
-        fix="call zero_grad(), and backward() once for each of the losses",
-    )
-
-
-def _loss_not_scaled(*, partly: bool) -> UsageError:
-    how = "; one loss was scaled and another was not" if partly else ""
-    return unscaled_loss(
-        where=f"step(), unscale_(), clip_grad_norm_(){how}",
-        fix="call zero_grad(), then opt.backward(loss) or opt.scale(loss).backward() in place of loss.backward(); if "
-        "gradients were set by hand, declare them: opt.step(scaled=True) if they are multiplied by opt.loss_scale, "
-        "opt.step(scaled=False) if not",
-    )

@@ -35,7 +35,8 @@ from polyamp.backends.torch.kernels.control import (
     where,
 )
 from polyamp.backends.torch.ranks import has_peers
-from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, non_finite_loss, shown, wrong_type
+from polyamp.backends.torch.refusals import checked_scale, scaled_loss
+from polyamp.errors import no_loss, non_finite_loss, shown
 from polyamp.formats import in_single
 from polyamp.scale import LossScale, LossScaleState, advance, on_host, report_limits, report_nonfinite_loss
 
@@ -94,14 +95,7 @@ class LossScaler:
         """
         losses = losses_in(loss)
         if any(map(provenance.is_scaled, losses)):
-            raise UsageError(
-                "the loss is scaled already",
-                where="scale(loss), backward(loss), or a trainer's backward that scales the loss itself",
-                found="a result of scale(loss)",
-                allowed="the loss that the model computed",
-                fix="scale it once: pass the loss itself to backward(loss), also to manual_backward and "
-                "accelerator.backward",
-            )
+            raise scaled_loss()
         owner = None if by is None or torch.compiler.is_compiling() else id(by)
         if not self.settings.check:
             provenance.follow(losses, provenance.Scaling(self, self.state.scale, owner))
@@ -209,14 +203,7 @@ class LossScaler:
 
     def set(self, scale: object, *, where: str) -> None:
         """Change the scale, rounded to float32; counters stay unchanged."""
-        settings, fix = self.settings, "give a number within LossScale(min=..., max=...)"
-        if not is_number(scale):
-            raise wrong_type(scale, where=where, allowed="a number", fix=fix, what="the loss scale must be a number")
-        if not settings.min <= scale <= settings.max:
-            allowed = f"between {settings.min:g} and {settings.max:g}"
-            what = "the loss scale is outside its limits"
-            raise InvalidValueError(what, where=where, found=scale, allowed=allowed, fix=fix)
-        self.resume(on_host(self.state)._replace(scale=in_single(float(scale))))
+        self.resume(on_host(self.state)._replace(scale=in_single(checked_scale(scale, self.settings, where=where))))
 
     def resume(self, state: LossScaleState) -> None:
         """Resume from a state."""

@@ -490,6 +490,10 @@ class Steps(RuleBasedStateMachine):
     def clear_one_gradient(self, place: int, form: str) -> None:
         name = self.names[place % len(self.names)]
         self._run(form.format(name))
+        for owned in self.owned:  # of a pass that no factor is right for, the rest may have a part
+            if name in owned and ODD in self.sources[name]:
+                for other in owned:
+                    self.sources[other] |= {ODD} if self.sources[other] else set()
         self._forget([name])
 
     # --- parameters and state -----------------------------------------------------------------------------------------

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from polyamp.errors import UsageError, warn_once
-from polyamp.policies import is_rewritten
+from polyamp.errors import NONFINITE_LOSS, UsageError, warn_once
 
 _KEPT = 16  # most calls to keep
 
@@ -123,6 +122,13 @@ class ScaledLosses:
         """Record that the scale was read, perhaps to multiply a loss by it."""
         self._noted, self._is_elsewhere = next(_turns), True
 
+    def why(self) -> str:
+        """Return the reason why the last step was skipped, if it is known: its loss was not finite."""
+        try:
+            return "" if self.finite is None or self.finite else NONFINITE_LOSS
+        except TypeError:  # it was scaled in a graph
+            return ""
+
     def now(self) -> int:
         """Return the present turn, for `were_missed`."""
         return next(_turns)
@@ -135,8 +141,11 @@ class ScaledLosses:
         """Return whether the gradients that an optimizer gets in a place are those of the last loss there."""
         return self._place is place and self._noted > 0 and (place is not None or not self._is_elsewhere)
 
-    def claim(self, place: Any, current: Any) -> Any:
-        """Return the scale of the gradients that an optimizer gets; ``current`` is that of the next loss."""
+    def claim(self, place: Any, current: Any, is_scaled: bool | None = None) -> Any:
+        """Return the scale of the gradients that an optimizer gets; ``current`` is that of the next loss.
+
+        ``is_scaled`` is whether these are gradients of a loss times its scale; None if the adapter does not know.
+        """
         before, self._claimed = self._claimed, next(_turns)
         latest = self._latest()
         is_known = latest is not None and latest._place is place and latest._scale is not None
@@ -150,7 +159,7 @@ class ScaledLosses:
                     fix="scale a joint loss once for each optimizer, and take the gradients of the result for its own "
                     "variables",
                 )
-        elif not self._noted and not is_rewritten():
+        elif not (self._noted if is_scaled is None else is_scaled):
             warn_once(
                 "no loss was scaled, and the optimizer divides gradients by the loss scale: its updates are too small "
                 "by that factor. What to do: take the gradients of polyamp.scale_loss(loss, optimizer).",

@@ -15,7 +15,7 @@ from keras import ops
 from keras.backend import standardize_dtype
 
 from polyamp.adapters import Adapter, adapter_named
-from polyamp.backends.keras.unstable import jax_trace
+from polyamp.backends.keras.unstable import in_stateless_scope, jax_trace
 from polyamp.errors import UnsupportedError
 from polyamp.scale import LossScale
 from polyamp.unscaled import ScaledLosses
@@ -29,7 +29,8 @@ if BACKEND == "tensorflow":
     import tensorflow as tf
 
     from polyamp.backends.tensorflow.autocast.context import is_lowering
-    from polyamp.backends.tensorflow.steps import skipping
+    from polyamp.backends.tensorflow.steps import provenance, skipping
+    from polyamp.backends.tensorflow.unstable import is_recording as tape_records
 elif BACKEND == "jax":
     import jax
 else:
@@ -129,6 +130,16 @@ def place_of(tensor: Any) -> Any:
 def snapshot(value: Any) -> Any:
     """Return a variable's value as it is now: torch assigns in place."""
     return value.clone() if BACKEND == "torch" else value
+
+
+def is_scaled(grads: Sequence[Any], scale: Any) -> bool | None:
+    """Return whether gradients are those of a loss times this scale; None if that is not known."""
+    return provenance.is_scaled(grads, scale.value) if BACKEND == "tensorflow" else None
+
+
+def is_recording() -> bool:
+    """Return whether what is computed here may become part of a loss; on torch, that is not known."""
+    return tape_records() if BACKEND == "tensorflow" else in_stateless_scope()
 
 
 def is_functional() -> bool:

@@ -9,8 +9,10 @@ import keras
 from keras import ops
 
 from polyamp.backends.keras.native import (
+    BACKEND,
     in_all_replicas,
     in_strategy,
+    is_recording,
     is_sixteen_bit,
     places,
     platform_of,
@@ -21,15 +23,15 @@ from polyamp.backends.keras.native import (
 from polyamp.backends.keras.scaler import (
     LossScaler,
     all_finite,
-    clip_factor,
+    divided,
+    excess,
     follow_model,
     master_of,
-    multiplied,
     round_into_model,
     settings_of,
     skipped,
 )
-from polyamp.backends.keras.unstable import built_on, index_in
+from polyamp.backends.keras.unstable import built_on, index_in, update_variables
 from polyamp.errors import (
     InvalidValueError,
     UnsupportedError,
@@ -266,7 +268,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     def dynamic_scale(self) -> Any:
         """The variable with the scale of the next loss, under Keras' name; you may multiply a loss by it."""
         variable = self.__dict__.get("dynamic_scale")  # TensorFlow's checkpoints look before it is assigned
-        if variable is not None:
+        if variable is not None and (BACKEND == "torch" or is_recording()):
             self.scaler.losses.note_by_hand()
         return variable
 
@@ -277,7 +279,8 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     @property
     def loss_scale(self) -> float:
         """The scale of the next loss. Waits for the device that holds it."""
-        self.scaler.losses.note_by_hand()
+        if is_recording():
+            self.scaler.losses.note_by_hand()
         return self.scaler.host_state.scale
 
     @property
@@ -295,7 +298,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
             return StepResult(self.scaler.state)
         state = self.scaler.host_state
         report_limits(self.scaler.settings, state)
-        return StepResult(state, explain=self.scaler.why)
+        return StepResult(state, explain=self.scaler.losses.why)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments as JSON values, Keras' and polyamp's, for `from_config` and ``.keras`` files."""
@@ -356,7 +359,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         scaled = [None if is_own else grad for grad, is_own in zip(grads, own, strict=True)]
         plain = scaled if is_unscaled else self.scaler.unscale(scaled)
         if self.max_grad_norm is not None:
-            plain = multiplied(plain, clip_factor(summed(plain), self.max_grad_norm))
+            plain = divided(plain, excess(summed(plain), self.max_grad_norm))
         return [grad if is_own else new for grad, new, is_own in zip(grads, plain, own, strict=True)]
 
     def _update(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -449,6 +452,8 @@ def scale_loss(loss: Any, holder: Any) -> Any:
 def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
     """Return the settings of a wrapped optimizer, or of a model's, and its state on the host; waits for the device."""
     scaler = _wrapped(holder, "loss_scale_of(holder)").scaler
+    if isinstance(holder, keras.Model):
+        update_variables(holder)
     return scaler.settings, scaler.host_state
 
 

@@ -13,9 +13,9 @@ import keras
 from keras import ops
 from keras.backend import standardize_dtype
 
-from polyamp.backends.keras.native import is_functional, place_of, platform_of, snapshot, value_of, widened
+from polyamp.backends.keras.native import is_functional, is_scaled, place_of, platform_of, snapshot, value_of, widened
 from polyamp.backends.keras.unstable import layout_of
-from polyamp.errors import NONFINITE_LOSS, InvalidValueError, no_loss
+from polyamp.errors import InvalidValueError, no_loss
 from polyamp.policies import report_missing_scale
 from polyamp.scale import LossScale, LossScaleState, advance, can_divide, on_host, report_limits, report_nonfinite_loss
 from polyamp.unscaled import ScaledLosses
@@ -30,7 +30,6 @@ class LossScaler:
     def __init__(self, settings: LossScale, add_variable: Callable[..., Any]) -> None:
         self.settings = settings.in_float32()
         self.compute: str | None = None
-        self.has_bad_loss = False
         self.losses = ScaledLosses()
 
         def add(name: str, value: float) -> Any:
@@ -61,9 +60,7 @@ class LossScaler:
             return loss
         tensor = _floating(loss)
         finite = ops.all(ops.abs(tensor) < float("inf"))  # false for NaN; in a graph, `isfinite` marks the update
-        self.has_bad_loss = False
         if platform_of(tensor) == "cpu" and not finite:
-            self.has_bad_loss = True
             shown = ops.convert_to_numpy(ops.cast(tensor, "float32"))
             report_nonfinite_loss(self.settings, compute=self.compute, found=shown, stacklevel=4)
         wide = widened(tensor)
@@ -71,21 +68,14 @@ class LossScaler:
         self.losses.note(place_of(scale), None if is_functional() else snapshot(scale), finite)
         return wide * ops.cast(ops.where(finite, scale, ops.full_like(scale, float("inf"))), wide.dtype)
 
-    def why(self) -> str:
-        """Return the reason why a step was skipped, if it is known; else an empty string."""
-        return NONFINITE_LOSS if self.has_bad_loss else ""
-
     def unscale(self, grads: Sequence[Any]) -> list[Any]:
         """Return gradients divided by the loss scale, in float32 or wider."""
         if not self.settings.check:
             return list(grads)
-        current = value_of(self.variables.scale)
-        scale = self.losses.claim(place_of(current), current) if self.settings.scales else current
-        if self.settings.max <= 2.0**126:
-            return multiplied(grads, 1.0 / scale)
-        # The inverse can be a subnormal number, which XLA and TensorFlow flush to zero.
-        first = ops.where(scale > 1.0, ops.full_like(scale, 0.25), ops.ones_like(scale))
-        return multiplied(multiplied(grads, first), 1.0 / (scale * first))
+        scale = value_of(self.variables.scale)
+        if self.settings.scales:
+            scale = self.losses.claim(place_of(scale), scale, is_scaled(grads, self.variables.scale))
+        return divided(grads, scale)
 
     @property
     def can_divide(self) -> Any:
@@ -153,21 +143,21 @@ def all_finite(grads: Sequence[Any]) -> Any:
     return ops.all(ops.stack([ops.all(ops.isfinite(values)) for values in _values(grads)]))
 
 
-def clip_factor(grads: Sequence[Any], limit: float) -> Any:
-    """Return the factor that limits the gradients' global L2 norm to ``limit``; float32 scalar, at most 1."""
+def excess(grads: Sequence[Any], limit: float) -> Any:
+    """Return by how much the gradients' global L2 norm exceeds ``limit``, as a factor of at least 1; float32."""
     squares = [ops.sum(ops.square(ops.cast(values, "float32"))) for values in _values(grads)]
     norm = ops.sqrt(ops.sum(ops.stack(squares)))
-    return limit / ops.maximum(norm, limit)
+    return ops.maximum(norm, limit) / limit
 
 
-def multiplied(grads: Sequence[Any], factor: Any) -> list[Any]:
-    """Return every gradient in float32 or wider, times a scalar."""
+def divided(grads: Sequence[Any], divisor: Any) -> list[Any]:
+    """Return every gradient in float32 or wider, divided by a scalar."""
 
-    def multiply(values: Any) -> Any:
+    def divide(values: Any) -> Any:
         wide = widened(values)
-        return wide * ops.cast(factor, wide.dtype)
+        return wide / ops.cast(divisor, wide.dtype)
 
-    return [map_values(multiply, grad) for grad in grads]
+    return [map_values(divide, grad) for grad in grads]
 
 
 def _values(grads: Sequence[Any]) -> list[Any]:

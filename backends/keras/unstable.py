@@ -13,6 +13,7 @@ from typing import Any
 
 import keras
 from keras.src.backend import AutocastScope
+from keras.src.backend.common import stateless_scope
 
 _TORCH_PARAMETERS = "_torch_params."  # comes before a path if Keras layers are torch modules
 
@@ -28,6 +29,11 @@ def autocast_variables(format_name: str) -> AbstractContextManager[Any]:
     """Return a context in which a layer reads its floating-point variables in this format."""
     context: AbstractContextManager[Any] = AutocastScope(format_name)
     return context
+
+
+def in_stateless_scope() -> bool:
+    """Return whether a ``keras.StatelessScope`` is open, as around the loss on JAX."""
+    return bool(stateless_scope.in_stateless_scope())
 
 
 def added_weights(layer: Any) -> list[Any]:

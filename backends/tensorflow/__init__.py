@@ -6,6 +6,9 @@
 65536.0
 """
 
+import functools
+
+from polyamp import rewriting
 from polyamp.errors import missing
 
 try:
@@ -20,9 +23,12 @@ from polyamp.backends.tensorflow.graph_rewrite import (
     disable_mixed_precision_graph_rewrite,
     enable_mixed_precision_graph_rewrite,
 )
-from polyamp.backends.tensorflow.graphs.rewrite import Rewritten, explain, rewrite, rewritten_graph
+from polyamp.backends.tensorflow.graphs.rewrite import Rewritten
 from polyamp.backends.tensorflow.steps.optimizer import LossScaledOptimizer
 from polyamp.backends.tensorflow.steps.scaler import LossScaler
+
+explain = functools.partial(rewriting.explain, backend="tensorflow")
+rewrite = functools.partial(rewriting.rewrite, backend="tensorflow")
 
 __all__ = [
     "LossScaledOptimizer",
@@ -35,5 +41,4 @@ __all__ = [
     "enable_mixed_precision_graph_rewrite",
     "explain",
     "rewrite",
-    "rewritten_graph",
 ]

@@ -6,7 +6,7 @@ from polyamp.adapters import AdapterTable
 from polyamp.backends.tensorflow.autocast.context import autocast_context
 from polyamp.backends.tensorflow.casting import cast
 from polyamp.backends.tensorflow.devices import describe
-from polyamp.backends.tensorflow.graphs.rewrite import planned, rewritten_for
+from polyamp.backends.tensorflow.graphs.rewrite import explain, rewrite
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.steps.optimizer import (
     load_loss_scale,
@@ -28,8 +28,8 @@ adapter = AdapterTable(
         "loss_scale_of": loss_scale_of,
         "load_loss_scale": load_loss_scale,
         "autocast_context": autocast_context,
-        "rewrite": rewritten_for,
-        "explain": planned,
+        "rewrite": rewrite,
+        "explain": explain,
         "record": "polyamp.backends.tensorflow.recording.record:record",
         "facts": "polyamp.backends.tensorflow.facts:facts",
     },

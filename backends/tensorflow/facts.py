@@ -15,9 +15,9 @@ from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.functions import decided_for
 from polyamp.backends.tensorflow.graphs.graph import Graph, Node, Places, closure
 from polyamp.backends.tensorflow.graphs.parts import is_gradient
-from polyamp.backends.tensorflow.graphs.scaling import SCALES, misscaled
 from polyamp.backends.tensorflow.recording.values import name_of, plain_function
-from polyamp.backends.tensorflow.steps.scaler import LossScaler
+from polyamp.backends.tensorflow.steps.provenance import collected
+from polyamp.backends.tensorflow.steps.scaler import SCALES, LossScaler
 from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.policies import Policy
 
@@ -32,10 +32,10 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     known = Facts("tensorflow", policy, has_masters=isinstance(scaler, LossScaler) and scaler.has_masters)
     if not _takes(target, args, kwargs):
         return replace(known, optimizer=_state_of(optimizer, []), low_parameters=_low(kept))
-    concrete = concrete_of(plain_function(target), args, kwargs)
+    with collected() as misscaled:
+        concrete = concrete_of(plain_function(target), args, kwargs)
     decisions, variables = decided_for(concrete, policy), list(concrete.graph.variables)
     seen = list(_seen(decisions, Places(concrete.graph)))
-    unscaled, clipped = misscaled(decisions, concrete.graph)
     return replace(
         known,
         optimizer=_state_of(optimizer, variables),
@@ -43,8 +43,8 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         casts=tuple(cast for one in seen for cast in _casts(one)),
         products=tuple(product for one in seen for product in _products(one)),
         losses=tuple(loss for one in seen for loss in _losses(one)),
-        unscaled=unscaled,
-        clipped=clipped,
+        unscaled=tuple(misscaled.unscaled),
+        clipped=tuple(misscaled.clipped),
     )
 
 

@@ -279,6 +279,11 @@ def newest_tensor() -> int:
     return ops.uid()
 
 
+def is_recording() -> bool:
+    """Return whether a ``tf.GradientTape`` records what is computed here."""
+    return not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
+
+
 # Errors of tracing.
 
 OUT_OF_SCOPE = InaccessibleTensorError

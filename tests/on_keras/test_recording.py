@@ -11,7 +11,6 @@ import pytest
 import polyamp
 from polyamp.backends.keras import HealthCallback
 from polyamp.backends.keras.models import record
-from polyamp.diagnosis.diagnose import Verdict
 from polyamp.diagnosis.health import Health
 from polyamp.diagnosis.recording import PARAMETER, Recording
 from support.harness_keras import to_numpy
@@ -135,17 +134,19 @@ def test_facts_of_a_step() -> None:
 # The callback.
 
 
-def test_health_goes_to_hooks_and_logs() -> None:
+def test_health_goes_to_logs_and_to_callbacks(caplog: pytest.LogCaptureFixture) -> None:
     model, seen = model_with(wrapped(), dtype="mixed_float16"), list[Health]()
-    history = model.fit(
-        np.tile(X, (4, 1)), np.tile(Y, 4), 6, epochs=2, verbose=0, callbacks=[HealthCallback(3, [seen.append])]
-    )
-    assert [one.steps for one in seen] == [3, 4, 6, 8]
-    assert history.history["loss_scale"] == [seen[1].scale, seen[3].scale]
-    assert history.history["skipped"] == [seen[1].skipped, seen[3].skipped]
+    own = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: seen.append(polyamp.health(model)))
+    with caplog.at_level("INFO", "polyamp"):
+        history = model.fit(
+            np.tile(X, (4, 1)), np.tile(Y, 4), 6, epochs=2, verbose=0, callbacks=[HealthCallback(3), own]
+        )
+        model.fit(X, Y, 3, verbose=0, callbacks=[HealthCallback(2)])
+    assert history.history["loss_scale"] == [one.scale for one in seen]
+    assert history.history["skipped"] == [one.skipped for one in seen]
     assert polyamp.health(model) == polyamp.health(model.optimizer)
-    model.fit(X, Y, 3, verbose=0, callbacks=[HealthCallback(2, [seen.append])])
-    assert [one.steps for one in seen[4:]] == [10]  # once, although the epoch ends there
+    steps = [int(line.split()[1]) for name, _, line in caplog.record_tuples if name == "polyamp"]
+    assert steps == [3, 4, 6, 8, 10]  # once at 10, although the epoch ends there
 
 
 @pytest.mark.filterwarnings("ignore:the loss was not finite before scaling")
@@ -159,10 +160,10 @@ def test_health_goes_to_hooks_and_logs() -> None:
     ids=["in a row", "every other step", "at every step"],
 )
 def test_skips_are_judged_once_where_no_scale_helps(x: Any, every: int) -> None:
-    model, verdicts = model_with(wrapped(init=2.0**8), dtype="mixed_float16"), list[Verdict]()
-    callback = HealthCallback(every, [lambda found: None], batch=(X * 1e6, Y), on_verdict=verdicts.append)
-    model.fit(x, np.tile(Y, len(x) // 6), 6, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
-    assert [one.kind for one in verdicts] == ["forward"]
+    model, callback = model_with(wrapped(init=2.0**8), dtype="mixed_float16"), HealthCallback(every, batch=(X * 1e6, Y))
+    with pytest.warns(polyamp.PolyampWarning, match="this is why") as shown:
+        model.fit(x, np.tile(Y, len(x) // 6), 6, epochs=2, shuffle=False, verbose=0, callbacks=[callback])
+    assert sum("this is why" in str(one.message) for one in shown) == 1
 
 
 def test_a_plain_optimizer_is_refused() -> None:
@@ -170,7 +171,7 @@ def test_a_plain_optimizer_is_refused() -> None:
         model_with("sgd").fit(X, Y, verbose=0, callbacks=[HealthCallback()])
 
 
-@pytest.mark.parametrize("options", [{"every": 0}, {"every": "x"}, {"hooks": [1]}, {"batch": 3}])
+@pytest.mark.parametrize("options", [{"every": 0}, {"every": "x"}, {"batch": 3}])
 def test_bad_settings_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(polyamp.PolyampError):
         HealthCallback(**options)

@@ -184,11 +184,23 @@ def test_tools_follow_a_models_own_step() -> None:
     assert (verdict.kind, verdict.is_cured, ["hot" in rule for rule in verdict.rules]) == ("forward", True, [True])
 
 
-def test_a_loss_that_nobody_scaled_is_found_and_said_once() -> None:
+@pytest.mark.parametrize("how", ["fit", "eager", "function"])
+def test_a_loss_that_nobody_scaled_is_found_and_said_once_also_where_the_scale_is_read(how: str) -> None:
     model, x, y = own_step(False)
     assert [one.code for one in polyamp.lint(model, x, y).errors] == ["unscaled-loss"]
+    look = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: print(model.optimizer.loss_scale))
+    one_step = tf.function(model.train_step) if how == "function" else model.train_step
+
+    def read_and_step() -> None:
+        assert model.optimizer.loss_scale == float(model.optimizer.dynamic_scale)
+        if how == "fit":
+            model.fit(x, y, verbose=0, callbacks=[look])
+        else:
+            one_step((tf.constant(x), tf.constant(y)))
+
     with pytest.warns(polyamp.PolyampWarning, match="no loss was scaled") as shown:
-        model.fit(x, y, epochs=2, verbose=0)
+        read_and_step()
+    read_and_step()
     assert len(shown) == 1
 
 

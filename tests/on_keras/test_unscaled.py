@@ -136,16 +136,6 @@ def test_results_are_float32_and_none_stays() -> None:
     assert (none, to_numpy(grad).tolist()) == (None, [2.0**-30])
 
 
-def test_parts_of_the_results_can_be_applied_one_after_the_other() -> None:
-    parts = [keras.Variable([0.0]), keras.Variable([0.0])]
-    opt = LossScaledOptimizer(keras.optimizers.SGD(1.0), 8.0)
-    opt.build(parts)
-    plain = opt.get_unscaled_gradients([ops.array([8.0]), ops.array([8.0])])
-    for grad, part in zip(plain, parts, strict=True):
-        opt.apply([grad], [part])
-    assert [to_numpy(part).tolist() for part in parts] == [[-1.0], [-1.0]]
-
-
 @pytest.mark.skipif(keras.backend.backend() == "torch", reason="one place: nothing is compiled")
 def test_gradients_that_were_unscaled_in_another_place_are_refused_once() -> None:
     weight, opt = optimizer()

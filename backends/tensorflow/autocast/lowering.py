@@ -46,7 +46,7 @@ class Lowering:
         self._told = set[tuple[str, str]]()
         self._decided: dict[tuple[str, str], str] = {}
         # A rule for an operation that does not occur is fine; a path that does not occur may be a mistake.
-        self._unused = [rule for rule in rules if not names_operation(rule)]
+        self._unused = [rule for rule in rules if not any(map(rule.matches, TABLE))]
 
     def run(self, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation with these arguments, in 16 bits if the policy lowers it, and return its results."""
@@ -147,11 +147,6 @@ def _type(value: Any) -> int:
     if isinstance(value, tf.RaggedTensor | tf.SparseTensor | tf.IndexedSlices):
         return tf.variant.as_datatype_enum  # TensorFlow takes these apart
     return 0 if dtype is None else tf.as_dtype(dtype).base_dtype.as_datatype_enum
-
-
-def names_operation(rule: Rule) -> bool:
-    """Return whether a rule names an operation, and not only a path."""
-    return any(map(rule.matches, TABLE))
 
 
 @contextmanager
@@ -268,18 +263,8 @@ def _looking(operation: Operation) -> Callable[..., Any]:
 def _lowering(compute: str, rules: tuple[Rule, ...]) -> Lowering:
     """Make the lowering, once: policies that share it also share traces."""
     intercept()
-    wanted = _may_lower(rules) - _STRUCTURE
+    raises = any(rule.op_class == "lower" for rule in rules)
+    may = {"lower"} if not raises else {entry.op_class for entry in TABLE.values()} - {"keep"}
+    wanted = {name for name, entry in TABLE.items() if entry.op_class in may} - _STRUCTURE
     _replace(native for native, canonical in OPERATIONS.items() if canonical in wanted)
     return Lowering(compute, rules)
-
-
-def _may_lower(rules: tuple[Rule, ...]) -> set[str]:
-    """Return the canonical operations that may be ``lower`` somewhere, by the table or by rules."""
-    raising = [rule for rule in rules if rule.op_class == "lower"]
-    anywhere = not all(map(names_operation, raising))
-    return {
-        name
-        for name, entry in TABLE.items()
-        if entry.op_class == "lower"
-        or (entry.op_class != "keep" and (anywhere or any(rule.matches(name) for rule in raising)))
-    }

@@ -22,8 +22,6 @@ from polyamp.errors import (
     UsageError,
     check_compute,
     kind_of,
-    unscaled_loss,
-    warn_once,
 )
 
 FUNCTION: Any = type(tf.function(lambda: None))
@@ -92,19 +90,6 @@ def rewritten_before(name: str, policy: str) -> UsageError:
         found=policy,
         fix="rewrite the original function, or use the same policy",
     )
-
-
-def check_scaling(unscaled: Sequence[str], clipped: Sequence[str]) -> None:
-    """Raise if a step unscales gradients of a loss that was not scaled; warn if scaled gradients are clipped."""
-    for place in unscaled:
-        raise unscaled_loss(
-            where=place, fix="take the gradients of the result of opt.scale_loss(loss) or scaler.scale(loss)"
-        )
-    for place in clipped:
-        warn_once(
-            f"gradients are clipped while they are scaled ({place}): the limit does not include the loss scale. "
-            "Pass max_grad_norm= to polyamp.wrap_optimizer or LossScaler, or clip the result of scaler.unscale(grads)."
-        )
 
 
 @contextmanager

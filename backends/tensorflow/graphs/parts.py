@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from polyamp.adapters import UPDATE_SCOPE
-from polyamp.backends.tensorflow.graphs.graph import FLOATING, Graph, Node, closure
+from polyamp.backends.tensorflow.graphs.graph import FLOATING, Graph, Node, closure, maker_name
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import as_asked
 
@@ -86,14 +86,10 @@ def _returns_gradient(function: Any) -> bool:
     """Return whether the results of a ``FunctionDef`` are made from gradients."""
     if function is None:
         return False
-    inputs = {node.name: [_maker_name(text) for text in node.input] for node in function.node_def}
-    found = closure(map(_maker_name, function.ret.values()), lambda name: inputs.get(name, []))
+    # A control input has no value.
+    inputs = {one.name: [maker_name(text) for text in one.input if text[0] != "^"] for one in function.node_def}
+    found = closure(map(maker_name, function.ret.values()), lambda name: inputs.get(name, []))
     return any(is_gradient(name) for name in found)
-
-
-def _maker_name(reference: str) -> str:
-    """Return the node in ``node:output:0``. A control input ``^node`` names no node: it has no value."""
-    return reference.partition(":")[0]
 
 
 def _after(consumers: Mapping[str, list[Node]], start: Iterable[str]) -> set[str]:

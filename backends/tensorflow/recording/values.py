@@ -15,7 +15,7 @@ from polyamp.backends.tensorflow import unstable
 from polyamp.backends.tensorflow.graphs.capture import concrete_of
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32
-from polyamp.backends.tensorflow.graphs.scaling import Dependence
+from polyamp.backends.tensorflow.recording.dependence import Dependence
 from polyamp.backends.tensorflow.steps.gradients import SIXTEEN_BIT
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind
 from polyamp.errors import no_loss
@@ -151,7 +151,7 @@ class Body:
 
 def recorded(decisions: Pass, taken: Sequence[Taken]) -> tuple[Body, dict[tuple[Body, str], Subject]]:
     """Return all values that are recorded of a step: in the order of computation, gradients of parameters last."""
-    dependence = Dependence.on([seed for one in taken for seed in one.seeds])
+    dependence = Dependence([seed for one in taken for seed in one.seeds])
     outer = Body(decisions, taken, {}, dependence)
     parameters = list(outer.parameters())
     made = {body.producer(value) for body, value, _ in parameters}

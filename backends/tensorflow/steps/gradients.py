@@ -16,10 +16,10 @@ from polyamp.errors import UnsupportedError
 SIXTEEN_BIT = (tf.float16, tf.bfloat16)
 
 
-def map_values(function: Callable[[Any], Any], grad: Any) -> Any:
+def mapvalues_of(function: Callable[[Any], Any], grad: Any) -> Any:
     """Apply ``function`` to a gradient's values: all of a dense one, the stored rows of a sparse one; None stays None.
 
-    >>> map_values(lambda values: values * 2, tf.ones(2)).numpy()
+    >>> mapvalues_of(lambda values: values * 2, tf.ones(2)).numpy()
     array([2., 2.], dtype=float32)
     """
     if grad is None:
@@ -31,45 +31,35 @@ def map_values(function: Callable[[Any], Any], grad: Any) -> Any:
 
 def all_finite(grads: Sequence[Any]) -> tf.Tensor:
     """Return whether all gradients are finite; scalar bool."""
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(values)) for values in _values(grads)] or [True])
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(values)) for values in values_of(grads)] or [True])
 
 
-def unscaled(grads: Sequence[Any], scale: tf.Tensor, largest_scale: float) -> list[Any]:
-    """Return gradients divided by the loss scale, in float32 or wider."""
-    factors = [1.0 / scale]
-    if largest_scale > 2.0**126:  # the inverse can be a subnormal number, which TensorFlow flushes to zero
-        first = tf.where(scale > 1.0, 0.25, 1.0)
-        factors = [first, 1.0 / (scale * first)]
-    for factor in factors:
-        grads = multiplied(grads, factor)
-    return list(grads)
+def divided(grads: Sequence[Any], divisor: tf.Tensor) -> list[Any]:
+    """Return every gradient in float32 or wider, divided by a scalar."""
 
-
-def multiplied(grads: Sequence[Any], factor: tf.Tensor) -> list[Any]:
-    """Return every gradient in float32 or wider, times a scalar."""
-
-    def multiply(values: tf.Tensor) -> tf.Tensor:
+    def divide(values: tf.Tensor) -> tf.Tensor:
         wide = tf.cast(values, tf.float32) if values.dtype in SIXTEEN_BIT else values
-        return wide * tf.cast(factor, wide.dtype)
+        return wide / tf.cast(divisor, wide.dtype)
 
-    return [map_values(multiply, grad) for grad in grads]
+    return [mapvalues_of(divide, grad) for grad in grads]
 
 
 def as_dtype(grad: Any, dtype: tf.DType) -> Any:
     """Return a gradient in its variable's dtype: with another dtype, TensorFlow's update kernels crash the process."""
-    return map_values(lambda values: tf.cast(values, dtype), grad)
+    return mapvalues_of(lambda values: tf.cast(values, dtype), grad)
 
 
-def clip_factor(grads: Sequence[Any], limit: float) -> tf.Tensor:
-    """Return the factor that limits the gradients' global L2 norm to ``limit``; float32 scalar, at most 1."""
-    squares = [tf.reduce_sum(tf.square(tf.cast(values, tf.float32))) for values in _values(grads)]
-    return limit / tf.maximum(tf.sqrt(tf.add_n(squares)), limit)
+def excess(grads: Sequence[Any], limit: float) -> tf.Tensor:
+    """Return by how much the gradients' global L2 norm exceeds ``limit``, as a factor of at least 1; float32."""
+    squares = [tf.reduce_sum(tf.square(tf.cast(values, tf.float32))) for values in values_of(grads)]
+    return tf.maximum(tf.sqrt(tf.add_n(squares)), limit) / limit
 
 
-def _values(grads: Sequence[Any]) -> list[tf.Tensor]:
+def values_of(grads: Sequence[Any]) -> list[tf.Tensor]:
+    """Return the values of the gradients that are not None."""
     found: list[tf.Tensor] = []
     for grad in grads:
-        map_values(found.append, grad)
+        mapvalues_of(found.append, grad)
     return found
 
 

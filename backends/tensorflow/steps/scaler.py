@@ -12,10 +12,10 @@ from polyamp.backends.tensorflow.steps.gradients import (
     MasterWeights,
     all_finite,
     as_dtype,
-    clip_factor,
-    multiplied,
-    unscaled,
+    divided,
+    excess,
 )
+from polyamp.backends.tensorflow.steps.provenance import is_scaled
 from polyamp.backends.tensorflow.steps.skipping import (
     after,
     all_replicas,
@@ -28,8 +28,8 @@ from polyamp.backends.tensorflow.steps.skipping import (
     update_if,
     update_scope,
 )
+from polyamp.backends.tensorflow.unstable import is_recording
 from polyamp.errors import (
-    NONFINITE_LOSS,
     InvalidTypeError,
     UsageError,
     check_master_weights,
@@ -51,6 +51,8 @@ from polyamp.scale import (
 )
 from polyamp.unscaled import ScaledLosses
 
+SCALES = ("loss_scale", "dynamic_scale")
+"""Names of the variables that hold a loss scale: in polyamp, and in Keras' optimizers."""
 _SCALING_ALREADY = {"LossScaleOptimizer", "LossScaledOptimizer", "MixedPrecisionLossScaleOptimizer"}
 
 
@@ -74,7 +76,6 @@ class LossScaler(tf.Module):
         settings: a `polyamp.LossScale`; or a policy or its name, to use its loss scale; None is the current policy.
         max_grad_norm: clip unscaled gradients to this global L2 norm (of their sum, if replicas share a step).
         master_weights: train float32 copies of 16-bit variables; False updates the variables themselves.
-        name: name of the module.
 
     Raises:
         InvalidTypeError: ``settings`` is none of these.
@@ -87,13 +88,11 @@ class LossScaler(tf.Module):
         max_grad_norm: float | None = None,
         *,
         master_weights: bool | None = None,
-        name: str = "loss_scaler",
     ) -> None:
         chosen = settings if isinstance(settings, LossScale) else make_policy(settings).loss_scale
-        super().__init__(name=name)
+        super().__init__(name="loss_scaler")
         self.settings = chosen.in_float32()
         self.compute = None if isinstance(settings, LossScale) else make_policy(settings).compute
-        self._has_bad_loss = False
         self._losses = ScaledLosses()
         self.max_grad_norm = norm_limit(max_grad_norm, "LossScaler")
         names = ("loss_scale", *LossScaleState._fields[1:])
@@ -122,9 +121,7 @@ class LossScaler(tf.Module):
             return loss
         tensor = _floating(loss)
         finite = all_finite([tensor])
-        self._has_bad_loss = False
         if not tf.is_symbolic_tensor(tensor) and _is_on_cpu(tensor) and not finite:
-            self._has_bad_loss = True
             report_nonfinite_loss(self.settings, compute=self.compute, found=tensor.numpy(), stacklevel=3)
         wide = tf.cast(tensor, tf.float32) if tensor.dtype in SIXTEEN_BIT else tensor
         scale = tf.convert_to_tensor(self.scalars[0])
@@ -149,8 +146,8 @@ class LossScaler(tf.Module):
             scale = tf.convert_to_tensor(self.scalars[0])
             finite = tf.logical_and(all_finite(grads), can_divide(scale))
             if self.settings.scales:
-                scale = self._losses.claim(graph_here(), scale)
-            return unscaled(grads, scale, self.settings.max), decision(all_replicas(finite))
+                scale = self._losses.claim(graph_here(), scale, is_scaled(grads, self.scalars[0]))
+            return divided(grads, scale), decision(all_replicas(finite))
 
     def step(
         self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, unscaled: Any = None, **options: Any
@@ -183,22 +180,6 @@ class LossScaler(tf.Module):
         with update_scope():
             return self._step(update, [grad for grad, _ in pairs], unscaled)
 
-    def advance(self, finite: Any) -> list[Any]:
-        """Advance the loss scale after a step that ran elsewhere; `step` does it itself.
-
-        >>> scaler = LossScaler(LossScale(init=8.0))
-        >>> _ = scaler.advance(tf.constant(False))
-        >>> scaler.loss_scale
-        4.0
-
-        Args:
-            finite: whether all gradients of that step were finite; scalar bool.
-
-        Returns:
-            In a graph, the operations that assign the new state.
-        """
-        return self._assign(advance(self.settings, self._tensors(), finite, _where))
-
     @property
     def has_masters(self) -> bool:
         """Whether `step` trains float32 copies of 16-bit variables."""
@@ -207,7 +188,7 @@ class LossScaler(tf.Module):
     @property
     def state(self) -> LossScaleState:
         """The scalars as tensors, which are symbolic in a graph; you may multiply a loss by the scale."""
-        self._losses.note_by_hand()
+        self._note_read()
         return self._tensors()
 
     @property
@@ -218,7 +199,7 @@ class LossScaler(tf.Module):
     @property
     def loss_scale(self) -> float:
         """The scale of the next loss. Only outside graphs; reading it waits for the device."""
-        self._losses.note_by_hand()
+        self._note_read()
         return float(self.scalars[0].numpy())
 
     @property
@@ -246,12 +227,14 @@ class LossScaler(tf.Module):
     def _step(self, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any], was_finite: Any) -> StepResult:
         plain, finite = self.unscale(grads) if was_finite is None else self._tested(grads, was_finite)
         if self.max_grad_norm is not None:
-            plain = multiplied(plain, clip_factor(summed(plain), self.max_grad_norm))
+            plain = divided(plain, excess(summed(plain), self.max_grad_norm))
         if not self.settings.check:
             return self._result(self._tensors(), [update(plain)])
         if tf.executing_eagerly() and _is_on_cpu(finite):
             update_if(finite, update, plain)
-            return StepResult(self._advanced_on_host(bool(finite)), explain=self._why())
+            before = self.host_state  # Python's arithmetic takes a hundredth of the time of eager operations
+            self._assign(advance(self.settings, before, bool(finite)), before)
+            return self._host_result()
         state = advance(self.settings, self._tensors(), finite, _where)
         applied = update_if(finite, update, plain, report_of(self._losses, self.settings, self.compute))
         with after([applied]):  # and therefore after the unscaling has read the scale
@@ -259,18 +242,8 @@ class LossScaler(tf.Module):
 
     def _tested(self, grads: Sequence[Any], was_finite: Any) -> tuple[list[Any], tf.Tensor]:
         """Return unscaled gradients in float32 or wider, and whether they are still finite."""
-        wide = multiplied(grads, tf.constant(1.0))
+        wide = divided(grads, tf.constant(1.0))
         return wide, decision(tf.logical_and(was_finite, all_replicas(all_finite(wide))))
-
-    def _advanced_on_host(self, finite: bool) -> LossScaleState:
-        """Advance the state in Python, which takes a hundredth of the time of eager operations."""
-        before = self.host_state
-        state = advance(self.settings, before, finite)
-        for variable, value, old in zip(self.scalars, state, before, strict=True):
-            if value != old:
-                variable.assign(value, read_value=False)
-        report_limits(self.settings, state)
-        return state
 
     def _update(self, optimizer: Any, grads: Sequence[Any], variables: list[Any], options: dict[str, Any]) -> Any:
         with outside_update_scope():
@@ -281,9 +254,15 @@ class LossScaler(tf.Module):
         with after([done]):
             return tf.group(*MasterWeights.round_into(variables, trained))
 
-    def _assign(self, state: LossScaleState) -> list[Any]:
-        pairs = zip(self.scalars, state, strict=True)
-        return [variable.assign(tf.cast(value, variable.dtype), read_value=False) for variable, value in pairs]
+    def _note_read(self) -> None:
+        """Record that a loss may be multiplied by the scale: within a tape, that may become part of the loss."""
+        if is_recording():
+            self._losses.note_by_hand()
+
+    def _assign(self, state: LossScaleState, known: Sequence[Any] = (None,) * len(LossScaleState._fields)) -> list[Any]:
+        """Assign the values that are not the known ones, and return the operations in a graph."""
+        changed = [triple for triple in zip(self.scalars, state, known, strict=True) if triple[1] != triple[2]]
+        return [one.assign(tf.cast(value, one.dtype), read_value=False) for one, value, _ in changed]
 
     def _result(self, state: LossScaleState, operations: list[Any]) -> StepResult:
         if tf.executing_eagerly() and _is_on_cpu(state.scale):
@@ -291,16 +270,13 @@ class LossScaler(tf.Module):
         with after(operations):
             return StepResult(LossScaleState(*map(tf.identity, state)))
 
-    def _why(self) -> Callable[[], str] | None:
-        return (lambda: NONFINITE_LOSS) if self._has_bad_loss else None
-
     def _tensors(self) -> LossScaleState:
         return LossScaleState(*map(tf.convert_to_tensor, self.scalars))
 
     def _host_result(self) -> StepResult:
         state = self.host_state
         report_limits(self.settings, state)
-        return StepResult(state, explain=self._why())
+        return StepResult(state, explain=self._losses.why)
 
 
 def _new_scalar(name: str, value: float) -> tf.Variable:

@@ -27,35 +27,23 @@ from polyamp.errors import PolyampWarning, UnsupportedError, UsageError
 from polyamp.scale import LossScale, report_nonfinite_loss
 from polyamp.unscaled import ScaledLosses
 
-_WITHOUT_COMMON_STEP = {
-    "ParameterServerStrategy": "its workers step at different times, so the loss scale may change between the loss of "
-    "one and its step",
-    "CentralStorageStrategy": "its replicas share one copy of the variables, and cannot decide about a step",
-    "TPUStrategy": "a loss scale was never tested on TPUs, which compute in bfloat16",
-}
-
-
-def without_common_step(strategy: object) -> UnsupportedError | None:
-    """Return the error for a strategy whose replicas cannot share a scaled step; None for others."""
-    names = [kind.__name__ for kind in type(strategy).__mro__]
-    for unsupported, reason in _WITHOUT_COMMON_STEP.items():
-        if any(name.startswith(unsupported) for name in names):  # their versions have names that end with V1 and V2
-            return UnsupportedError(
-                f"loss scaling does not work under a {unsupported}: {reason}",
-                where="a step in the strategy's replicas",
-                found=names[0],
-                allowed="MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy",
-                fix="use one of these, or bfloat16 with loss_scale=polyamp.LossScale.none(), which checks nothing",
-            )
-    return None
+# Their workers step at different times, or their replicas share one copy of the variables, or it was never tested.
+_WITHOUT_COMMON_STEP = ("ParameterServerStrategy", "CentralStorageStrategy", "TPUStrategy")
 
 
 def all_replicas(finite: tf.Tensor) -> tf.Tensor:
     """Return whether ``finite``, a scalar bool, is true in every replica."""
     if not tf.distribute.has_strategy():
         return finite
-    if error := without_common_step(tf.distribute.get_strategy()):
-        raise error
+    names = [kind.__name__ for kind in type(tf.distribute.get_strategy()).__mro__]
+    if any(name.startswith(_WITHOUT_COMMON_STEP) for name in names):  # those of versions end with V1 and V2
+        raise UnsupportedError(
+            "loss scaling does not work under this strategy: its replicas cannot decide together about a step",
+            where="a step in the strategy's replicas",
+            found=names[0],
+            allowed="MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy",
+            fix="use one of these, or bfloat16 with loss_scale=polyamp.LossScale.none(), which checks nothing",
+        )
     bad = tf.cast(tf.logical_not(finite), tf.float32)
     return tf.equal(_sum(bad), 0.0)
 

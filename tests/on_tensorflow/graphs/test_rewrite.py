@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.backends.tensorflow import Rewritten, explain, rewrite, rewritten_graph
+from polyamp.backends.tensorflow import Rewritten, explain, rewrite
 from support.tensorflow_cases import (
     EDGES,
     LOW,
@@ -278,7 +278,7 @@ def test_a_graph_in_a_session(policy: str, resources: bool, functions: bool) -> 
 def test_the_graph_that_was_given_stays_as_it_is() -> None:
     graph_def, _ = session_step(resources=True, functions=True)
     before = graph_def.SerializeToString(deterministic=True)
-    rewritten_graph(graph_def, BF16)
+    rewrite(graph_def, policy=BF16)
     assert graph_def.SerializeToString(deterministic=True) == before
 
 

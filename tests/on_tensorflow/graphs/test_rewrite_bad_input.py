@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 import polyamp
-from polyamp.backends.tensorflow import explain, rewrite, rewritten_graph
+from polyamp.backends.tensorflow import explain, rewrite
 from support.tensorflow_cases import EDGES, normal, relative_error, train_step, variables_like
 
 X, W = normal(6, 8), normal(8, 8, seed=1)
@@ -91,9 +91,9 @@ def test_a_step_that_was_rewritten_under_the_same_policy() -> None:
 def test_a_graph_that_was_rewritten() -> None:
     with tf.Graph().as_default() as graph:
         tf.matmul(X.numpy(), W.numpy())
-    ours = rewritten_graph(graph.as_graph_def(), FP16)
+    ours = rewrite(graph.as_graph_def(), policy=FP16)
     with pytest.raises(polyamp.errors.UsageError, match="rewritten already") as error:
-        rewritten_graph(ours, FP16)
+        rewrite(ours, policy=FP16)
     says(error, FP16)
 
 
@@ -136,9 +136,7 @@ def test_formats_that_tensorflow_does_not_compute_in(run: Callable[..., Any], co
     says(error, compute, "bfloat16")
 
 
-@pytest.mark.parametrize(
-    "run", [rewrite, explain, polyamp.rewrite, lambda thing, x, policy: rewritten_graph(thing, policy)]
-)
+@pytest.mark.parametrize("run", [rewrite, explain])
 @pytest.mark.parametrize("thing", [3, None, "step", X, tf.Graph()], ids=["3", "None", "text", "tensor", "Graph"])
 def test_what_is_no_function(run: Callable[..., Any], thing: Any) -> None:
     with pytest.raises(polyamp.errors.InvalidTypeError) as error:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from polyamp.backends.tensorflow import explain, rewrite, rewritten_graph
+from polyamp.backends.tensorflow import explain, rewrite
 from support.tensorflow_cases import POLICIES, nodes_that_run, planned, relative_error
 
 FP16 = "mixed_float16"
@@ -81,7 +81,7 @@ def test_what_saturates_is_a_result_unrounded(policy: str) -> None:
     assert relative_error(found, tf.sigmoid(x)) < 1e-6
     with tf.Graph().as_default() as graph:
         y = tf.sigmoid(tf.constant(x.numpy()) @ np.eye(4, dtype="float32"), name="y")
-    ours = rewritten_graph(graph.as_graph_def(), policy)
+    ours = rewrite(graph.as_graph_def(), policy=policy)
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         tf.graph_util.import_graph_def(ours, name="")
         served = session.run(y.name)

@@ -114,15 +114,6 @@ def test_towers_are_averaged_and_skipped_together() -> None:
     assert (weight.numpy().tolist(), opt.last_step.applied) == ([-0.5, -2.5], False)
 
 
-def test_calls_in_two_functions_are_refused() -> None:
-    opt, weight = LossScaledOptimizer(sgd()), tf.Variable(START)
-    pairs = opt.compute_gradients(lambda: tf.reduce_sum(weight), [weight])
-    grads = [grad * 0.5 for grad, _ in pairs]
-    with pytest.raises(polyamp.errors.UsageError, match="called elsewhere"):
-        tf.function(lambda: opt.apply_gradients([(tf.identity(grads[0]), weight)]))()
-    assert weight.numpy().tolist() == START.tolist()
-
-
 def test_a_rewritten_step_clips_unscaled_gradients() -> None:
     opt, weight = LossScaledOptimizer(sgd(), LossScale(init=2.0**10)), tf.Variable(tf.ones((4, 2)))
 

@@ -1,0 +1,112 @@
+"""Where the gradients of a step come from: whether their loss was scaled, and whether they were clipped before.
+
+Both are read in the graph that is being built, when a step unscales gradients. A gradient of a scaled loss is made from
+a read of the loss scale. For example, in ``tape.gradient(scaler.scale(loss), weights)`` the backward pass starts at the
+product of the loss and the scale; in ``tape.gradient(loss, weights)`` nothing leads back to the scale.
+
+Clipping is what lies between a backward pass and the step: ``clip_by_global_norm(grads)`` compares scaled gradients
+with a limit for unscaled ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from polyamp.backends.tensorflow.graphs.graph import Places, closure
+from polyamp.backends.tensorflow.graphs.parts import is_gradient
+from polyamp.backends.tensorflow.steps.gradients import values_of
+from polyamp.errors import unscaled_loss, warn_once
+from polyamp.policies import is_rewritten
+
+_CLIPPING = ("ClipByValue", "Maximum", "Minimum", "L2Loss", "EuclideanNorm")
+
+
+class Misscaled(NamedTuple):
+    """The places in a step where its gradients are not those of a scaled loss, or are clipped."""
+
+    unscaled: list[str]
+    clipped: list[str]
+
+
+_collected: ContextVar[Misscaled | None] = ContextVar("polyamp_tensorflow_misscaled", default=None)
+
+
+@contextmanager
+def collected() -> Iterator[Misscaled]:
+    """Collect what `is_scaled` finds in the steps that are traced inside, instead of reporting it."""
+    found = Misscaled([], [])
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
+
+
+def is_scaled(grads: Sequence[Any], scale: Any) -> bool | None:
+    """Return whether gradients are those of a loss times this scale; None if that is not known, as in eager code.
+
+    Raises:
+        UsageError: they are not, in a step that is traced to be rewritten.
+
+    Warns:
+        PolyampWarning: they are clipped.
+    """
+    if tf.executing_eagerly() or tf.distribute.has_strategy() or not isinstance(scale, tf.Variable):
+        return None
+    last = [values.op for values in values_of(grads)]
+    made, found = closure(last, _makers), _collected.get()
+    if not any(map(_is_gradient, made)):
+        return True if is_rewritten() else None  # they are arguments of the step
+    graph = last[0].graph
+    handle = graph.capture(scale.handle).op if hasattr(graph, "capture") else scale.op
+    if handle in made:
+        _report_clipped(last, found)
+        return True
+    if found is not None:
+        found.unscaled.append(_place(last[0]))
+    elif is_rewritten():
+        fix = "take the gradients of the result of opt.scale_loss(loss) or scaler.scale(loss)"
+        raise unscaled_loss(where=_place(last[0]), fix=fix)
+    return found is not None
+
+
+def _report_clipped(last: Sequence[Any], found: Misscaled | None) -> None:
+    """Report an operation that clips between the backward pass and these operations."""
+    late = closure(last, lambda one: [] if _is_gradient(one) else _makers(one))
+    gradients = set(filter(_is_gradient, late))
+    after = closure(gradients, lambda one: late.intersection(_readers(one))) - gradients
+    for place in [_place(one) for one in after if _clips(one)][:1]:
+        if found is not None:
+            found.clipped.append(place)
+        else:
+            warn_once(
+                f"gradients are clipped while they are scaled ({place}): the limit does not include the loss scale. "
+                "Pass max_grad_norm= to polyamp.wrap_optimizer or LossScaler, or clip the result of "
+                "scaler.unscale(grads)."
+            )
+
+
+def _makers(operation: tf.Operation) -> list[tf.Operation]:
+    return [value.op for value in operation.inputs]
+
+
+def _readers(operation: tf.Operation) -> list[tf.Operation]:
+    return [reader for value in operation.outputs for reader in value.consumers()]
+
+
+def _is_gradient(operation: tf.Operation) -> bool:
+    return is_gradient(operation.name)
+
+
+def _clips(operation: tf.Operation) -> bool:
+    scopes = operation.name.split("/")[:-1]
+    return operation.type in _CLIPPING or any(scope.startswith("clip_by_") for scope in scopes)
+
+
+def _place(operation: tf.Operation) -> str:
+    return Places(operation.graph).line(operation.name) or str(operation.name)

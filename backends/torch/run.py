@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -31,7 +32,7 @@ from polyamp.backends.torch import cuda_amp, unstable
 from polyamp.backends.torch.attached import Attached, attach, detach
 from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.optimizer import ALIVE, LossScaledOptimizer
 from polyamp.backends.torch.recording.mode import operator_of
 from polyamp.backends.torch.scale import LossScaler
 from polyamp.backends.torch.user_code import is_users
@@ -236,13 +237,18 @@ def _scale_losses(session: Session, policy: Policy) -> None:
 
     @wraps(original)
     def backward(tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> None:
-        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        losses: list[Any] = [tensors] if isinstance(tensors, Tensor | GradientEdge) else list(tensors)
         session.check()
+        if any(isinstance(loss, GradientEdge) for loss in losses):
+            session.refuse("backward starts from a GradientEdge, which cannot be scaled", fix="start it from the loss")
         scale, is_inner = scale_for(inputs), unstable.running_task() != -1
         with ExitStack() as stack:
             if not is_inner:
                 stack.enter_context(lock)
             reached: set[Any] = _leaves_of(losses) - hooked
+            if is_inner:  # a checkpoint passes the gradients of its own copies of inputs on to the outer pass
+                owned = {param for optimizer in ALIVE for param in optimizer.model_parameters()}
+                reached = {leaf for leaf in reached if isinstance(leaf, nn.Parameter) or leaf in owned}
             hooked.update(reached)
             stack.callback(hooked.difference_update, reached)
             for leaf in reached:
@@ -253,8 +259,9 @@ def _scale_losses(session: Session, policy: Policy) -> None:
 
     def scale_for(inputs: Any) -> float:
         shared = _scaler(session)
-        wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs or ())
-        if policy.loss_scale.scales and not all(one.is_leaf for one in wanted):
+        wanted = [inputs] if isinstance(inputs, Tensor | GradientEdge) else list(inputs or ())
+        are_leaves = [one.is_leaf if isinstance(one, Tensor) else hasattr(one.node, "variable") for one in wanted]
+        if policy.loss_scale.scales and not all(are_leaves):
             session.refuse(
                 "backward(inputs=) asks for gradients of tensors that are not leaves, and would leave them scaled",
                 fix=_BFLOAT16,

@@ -121,7 +121,7 @@ def _another_autocast(mistaken: Mapping[str, Any]) -> InvalidTypeError:
 class Autocast:
     """The result of `autocast` for a policy: re-entrant, usable from several threads, and a decorator."""
 
-    __slots__ = ("_backend", "_policy")
+    __slots__ = ("_backend", "_entered", "_policy")
 
     def __init__(self, policy: Policy | None, backend: str | None) -> None:
         self._policy = policy
@@ -139,10 +139,16 @@ class Autocast:
         context = ambient[0].autocast_context(chosen) if one else _together(ambient, chosen)
         context.__enter__()
         enter(chosen, context, self)
+        self._entered = tuple(ambient) if self._backend is None and chosen.casts else ()
         return chosen
 
     def __exit__(self, *error: Any) -> None:
         leave(self).__exit__(*error)
+        if self._entered and len(now := _ambient(None)) > len(self._entered):
+            late = " and ".join(one.name for one in now if one not in self._entered)
+            warn_once(
+                f"{late} was imported inside polyamp.autocast, where it computes as without it. Import it before."
+            )
 
     def __call__(self, fn: Fn) -> Fn:
         return autocast_function(fn, self._policy, self._backend)  # type: ignore[return-value]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -73,3 +75,24 @@ def test_a_functions_own_attributes_are_there_before_its_first_call() -> None:
     assert fast.get_concrete_function(tf.TensorSpec((2, 2))).output_shapes == (2, 2)
     with pytest.raises(AttributeError, match="before its first call"):
         _ = polyamp.rewrite(in_both, policy="mixed_bfloat16").get_concrete_function
+
+
+LATE = """
+import sys, polyamp
+first, late = sys.argv[1:]
+__import__(first)
+with polyamp.autocast("mixed_bfloat16"):
+    __import__(late)
+with polyamp.autocast("mixed_bfloat16"):
+    assert polyamp.current_policy().compute == "bfloat16"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "late", "is_reported"),
+    [("torch", "tensorflow", True), ("tensorflow", "torch", True), ("torch", "jax", False), ("json", "torch", True)],
+)
+def test_a_framework_that_is_imported_inside_a_region_is_reported(first: str, late: str, is_reported: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", LATE, first, late], capture_output=True, text=True, check=True)
+    assert done.stderr.count("PolyampWarning") == is_reported

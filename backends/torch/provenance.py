@@ -282,9 +282,11 @@ class Witness:
     def _share(self) -> None:
         """Note the gradients that other optimizers have too, and what they are multiplied by now."""
         owner = self._owner()
-        if owner is None or (owner.masters is not None and owner.max_grad_norm is None):
+        if owner is None:
             return
-        scaling = self.scaling if owner.masters is None else None  # the masters' gradients alone are clipped
+        # a clip of the masters' gradients is not in the model's
+        clips = owner.masters is not None and owner.max_grad_norm is not None
+        scaling = None if clips else self.taken_from or self.scaling
         found = [(param, grad) for param in self._shared() if (grad := param.grad) is not None]
         self.shared += [(Gradient.of(param, grad), scaling) for param, grad in found]
 

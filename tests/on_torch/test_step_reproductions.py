@@ -121,6 +121,17 @@ def shares_one_parameter_with_an_optimizer_that_does_not_clear(wrap: Any, p: Any
 
 
 @right_or_refused
+def shares_one_parameter_whose_gradient_is_set_by_hand(wrap: Any, p: Any, q: Any) -> None:
+    a, b = wrap(sgd(p), loss_scale=GROWS), wrap(sgd(q, p), loss_scale=GROWS)
+    a.backward(S(p))
+    a.step()
+    a.zero_grad()
+    p.grad = torch.ones_like(p)
+    a.step(scaled=False)
+    b.step()
+
+
+@right_or_refused
 def shares_one_parameter_and_clears_the_other_by_hand(wrap: Any, p: Any, q: Any, r: Any) -> None:
     a, b = wrap(sgd(p, q), loss_scale=GROWS), wrap(sgd(r, q), loss_scale=GROWS)
     b.backward(S(p) + S(q) + S(r))

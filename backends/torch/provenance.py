@@ -371,9 +371,7 @@ class Witness:
         if unscaled and accumulates:  # some may have arrived before this, and not all parameters have a hook
             reached = [param for param in self._parameters() if id(param) in unscaled]
             until_backward_ends(partial(self._mix, reached))
-        if owner is None or other is None:
-            return
-        if own is None:
+        if owner is None or other is None or own is None:
             return
         is_new = self.left is not None or not own.is_like(other)
         if is_new and (owner.first_with_gradient() is None or (self.left is not None and not self._was_used())):

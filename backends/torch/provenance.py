@@ -252,7 +252,7 @@ class Witness:
         self.taken_from: Scaling | None = None  # of the model's own gradients, if masters have the unscaled ones
         self.contributors: list[LossScaler] = []  # whose losses added to the gradients since they were tested
         self.left: Gradient | None = None  # the first gradient that the last step left
-        self.shared: list[tuple[Gradient, Scaling | None]] = []  # gradients of others that it changed; None: clipped
+        self.shared: list[tuple[Gradient, Scaling | None]] = []  # gradients of others that it changed; None: it clips
         self.is_unscaled = False  # by `unscale_`, before the step
         self.has_more = False  # whether a pass added to unscaled gradients
         self._has_unscaled = self._is_mixed = False  # a pass added to them that no factor is right for
@@ -284,9 +284,8 @@ class Witness:
         owner = self._owner()
         if owner is None:
             return
-        # a clip of the masters' gradients is not in the model's
-        clips = owner.masters is not None and owner.max_grad_norm is not None
-        scaling = None if clips else self.taken_from or self.scaling
+        # masters, and polyamp's operators, do not clip the model's own gradients
+        scaling = None if owner.max_grad_norm is not None else self.taken_from or self.scaling
         found = [(param, grad) for param in self._shared() if (grad := param.grad) is not None]
         self.shared += [(Gradient.of(param, grad), scaling) for param, grad in found]
 

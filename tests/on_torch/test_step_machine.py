@@ -463,6 +463,7 @@ class Steps(RuleBasedStateMachine):
         mixed = len(self.sources[name]) > 1
         if all(grad is not None for grad in grads) and not (mixed and "mul" in change):
             self._run(f"{held}.grad{change}")
+            self.sources[name] = self.sources[name] or {ODD}  # of one that was set to zeros, the gradient is new
             if "inf" in change:  # after clearing by hand both a step and a skip are right
                 for other, names in enumerate(self.owned):
                     self.model[self.opts[other]].may_skip |= name in names

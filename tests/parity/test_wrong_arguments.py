@@ -17,7 +17,7 @@ import torch
 
 import polyamp
 from polyamp.errors import PolyampError, shown
-from polyamp.policies import ENTERED
+from polyamp.policies import in_policy
 
 
 class Hostile:
@@ -92,13 +92,13 @@ def outcome(call: Callable[[], object]) -> tuple[str, float]:
 @pytest.mark.parametrize("name", [*VERBS, "LossScale", "StepResult"])
 def test_a_wrong_argument_is_polyamp_s_own_error(name: str, kind: str) -> None:
     for argument, values, call in calls(name, kind):
-        before = polyamp.current_policy(), ENTERED.get(), polyamp.save_loss_scale(values["holder"])
+        before = polyamp.current_policy(), in_policy(), polyamp.save_loss_scale(values["holder"])
         text, seconds = outcome(call)
         assert seconds < 1 or outcome(call)[1] < 1, argument  # the first call of a verb imports what it needs
         assert len(text) < 4000, argument
         assert "s3cret" not in text or argument == "rules", argument
         if text:
-            assert (polyamp.current_policy(), ENTERED.get(), polyamp.save_loss_scale(values["holder"])) == before
+            assert (polyamp.current_policy(), in_policy(), polyamp.save_loss_scale(values["holder"])) == before
 
 
 def test_no_object_can_make_the_text_of_an_error_long_or_fail() -> None:

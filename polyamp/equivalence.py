@@ -128,9 +128,10 @@ def parity(
     Sources: the tests are Schuirmann's (1987), in the form of confidence intervals; negative and positive controls as
     in any assay (Lipsitch and others 2010).
     """
+    is_known = better is None or (isinstance(better, str) and better in ("higher", "lower"))
     words: dict[str, tuple[object, bool, str]] = {
         "metric": (metric, isinstance(metric, str | None), "the name of a metric, or None"),
-        "better": (better, better in (None, "higher", "lower"), '"higher", "lower" or None'),
+        "better": (better, is_known, '"higher", "lower" or None'),
         "controls": (controls, isinstance(controls, bool), "True or False"),
         "stop_early": (stop_early, isinstance(stop_early, bool), "True or False"),
         "keep": (keep, isinstance(keep, str | PathLike | None), "the path of a file, or None"),
@@ -277,7 +278,7 @@ def _checked(
     are_numbers = isinstance(reference, Collection) and len(reference) > 1 and all(map(_is_finite, reference))
     checks = [
         ("policy", list(map(str, chosen)), are_low, "policies of 16 bits; float32 is trained in any case"),
-        ("first_seed", first_seed, is_integer(first_seed), "an integer"),
+        ("first_seed", first_seed, is_integer(first_seed) and abs(first_seed) < 2**63, "an integer of 64 bits"),
         ("reference", reference, reference is None or are_numbers, "at least two finite numbers, or None"),
     ]
     check_arguments("parity", checks)
@@ -389,7 +390,7 @@ def read_runs(path: Path) -> dict[Key, Run]:
         with path.open("a+", errors="replace") as file:
             file.seek(0)
             lines = file.readlines()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise _bad_file("the file of runs cannot be written", str(error), "a file in a folder that exists") from error
     for number, line in enumerate(lines, 1):
         try:

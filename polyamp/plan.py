@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from polyamp.errors import warn_once
+from polyamp.errors import check_arguments, is_integer, warn_once
 from polyamp.flow import Decision, Flow, Rule, Value, constant, decide, flow, unused
 from polyamp.policies import Policy
 from polyamp.report import Report, aligned, in_bytes, plural
@@ -134,6 +134,8 @@ class Plan(Report):
 
     def table(self, *, rows: int | None = None) -> str:
         """Return an aligned table of so many rows; None shows all."""
+        fits = rows is None or (is_integer(rows) and rows >= 0)
+        check_arguments("Plan.table", [("rows", rows, fits, "a number of rows, or None for all")])
         head, *operations = self.rows()
         text = aligned([head, *operations[:rows]], right=(3, 4))
         left_out = len(operations) - len(operations[:rows])

@@ -238,6 +238,9 @@ class Policy:
         >>> policy("mixed_float16").decide("matmul").op_class
         'lower'
         """
+        names = {"operation": operation, "path": path}
+        checks = [(key, value, isinstance(value, str), "a string") for key, value in names.items()]
+        check_arguments("Policy.decide", checks, InvalidTypeError)
         return decide(self.rules, operation, path)
 
     @property

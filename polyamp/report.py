@@ -8,13 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from io import BytesIO
+from os import PathLike
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from polyamp.errors import InvalidValueError, brief, missing
-
-if TYPE_CHECKING:
-    from os import PathLike
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
@@ -141,7 +139,7 @@ def figure_for(path: str | PathLike[str], size: tuple[float, float]) -> Any:
         raise InvalidValueError(
             "no image format has this ending",
             where="plot(path)",
-            found=repr(str(path)),
+            found=brief(path),
             allowed=", ".join(f".{ending}" for ending in sorted(known)),
             fix="name the file, for example, parity.png",
         )
@@ -156,4 +154,4 @@ def save_figure(figure: Any, path: str | PathLike[str]) -> None:
 
 
 def _ending(path: str | PathLike[str]) -> str:
-    return PurePath(path).suffix.lstrip(".").lower()
+    return PurePath(path).suffix.lstrip(".").lower() if isinstance(path, str | PathLike) else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 from polyamp import adapters
 from polyamp.adapters import Adapter, having, offering, too_deep
-from polyamp.errors import check_callable, not_traced
+from polyamp.errors import check_arguments, check_callable, not_traced
 from polyamp.plan import Plan
 from polyamp.policies import Policy, chosen_policy
 from polyamp.policies import policy as make_policy
@@ -164,6 +164,7 @@ def explain(
         UnsupportedError: the framework's adapter has no explain, or does not have this engine.
     """
     _check_rewritable(fn, adapters.adapter_of(fn), where="explain(fn)")
+    check_arguments("explain", [("engine", engine, isinstance(engine, str | None), '"rewrite", "autocast" or None')])
     options = {} if engine in (None, "rewrite") else {"engine": engine}
     adapter = offering("explain", backend, (fn, args, kwargs), options, where="explain(fn, *args)")
     try:
@@ -173,7 +174,7 @@ def explain(
 
 
 def _check_rewritable(fn: object, adapter: Adapter | None, *, where: str) -> None:
-    if not hasattr(adapter, "rewrite"):
+    if not hasattr(adapter, "rewrite") or hasattr(fn, "dtype"):  # an array is not a graph
         allowed = "a function, a model or a framework's graph"
         check_callable(fn, where=where, allowed=allowed, fix="pass the function itself, then its arguments")
 

@@ -377,7 +377,7 @@ def _without_quotes(value: object) -> str:
     """Return what to write instead of a number in quotes; empty for anything else."""
     try:
         return f"write {float(value):g}, without quotes" if isinstance(value, str) else ""
-    except ValueError:
+    except Exception:  # a string of a class of the user's
         return ""
 
 

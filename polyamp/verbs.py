@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from polyamp.adapters import adapter_for, having, too_deep
 from polyamp.errors import InvalidTypeError, brief, check_callable, check_options, norm_limit
+from polyamp.libraries import library
 from polyamp.policies import Policy, in_policy
 from polyamp.policies import policy as make_policy
 from polyamp.scale import LossScale
@@ -265,6 +266,8 @@ def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
         InvalidValueError: the library is unknown.
     """
     adapter = adapter_for(None, holder, where="save_loss_scale(holder)")
+    if like is not None:
+        library(like, where="save_loss_scale(like=)")
     if hasattr(adapter, "save_loss_scale"):
         return adapter.save_loss_scale(holder, like=like)
     settings, state = adapter.loss_scale_of(holder)

@@ -32,6 +32,7 @@ class ModuleHooks:
         self._lock = threading.RLock()  # a graph may end anywhere
         self._users = 0
         self._handles: list[Any] = []
+        self._filters: list[Any] = []
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stays = False
 
@@ -40,7 +41,9 @@ class ModuleHooks:
             self._users += 1
             if not self._handles:
                 # The warning does not apply here: the hooks ignore the wrapper that torch.compile(module) returns.
+                before = list(warnings.filters)
                 warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
+                self._filters = [one for one in warnings.filters if one not in before]
                 first = register_module_forward_pre_hook(self._before)
                 self._handles = [first, register_module_forward_hook(self._after, always_call=True)]
 
@@ -55,6 +58,9 @@ class ModuleHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for one in self._filters:
+            if one in warnings.filters:
+                warnings.filters.remove(one)  # type: ignore[attr-defined]
 
     def stay(self) -> None:
         """Keep the hooks for good."""

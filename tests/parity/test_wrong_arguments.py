@@ -1,28 +1,38 @@
-"""Every public function, with every argument wrong in many ways: polyamp's own error or a result, and no change."""
+"""Every public name, with every argument wrong in many ways: polyamp's own error or a result, and no change."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import time
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-import jax  # noqa: F401  # all frameworks are asked whether an object is theirs
+import jax  # all frameworks are asked whether an object is theirs
 import keras  # noqa: F401
+import numpy as np
 import pytest
 import scipy.stats  # noqa: F401  # which parity would import within the second
-import tensorflow  # noqa: F401
+import tensorflow as tf
 import torch
 
 import polyamp
 from polyamp.errors import PolyampError, shown
 from polyamp.policies import in_policy
+from polyamp.report import Report
 
 
 class Hostile:
     def __repr__(self) -> str:
         raise RuntimeError("no text")
+
+
+class Huge:
+    def __repr__(self) -> str:
+        return "x" * 10**7
 
 
 def nested(depth: int, copies: int = 1) -> list[Any]:
@@ -32,23 +42,71 @@ def nested(depth: int, copies: int = 1) -> list[Any]:
     return tree
 
 
+def within_itself() -> list[Any]:
+    tree: list[Any] = []
+    tree.append(tree)
+    return tree
+
+
+NUMBERS = (None, True, 3, -1.5, float("nan"), float("inf"), 1j)
 WRONG: dict[str, Callable[[], Any]] = {
-    **{repr(one): lambda one=one: one for one in (None, True, 3, -1.5, float("nan"), 1j, "text", b"x", [], {}, int)},
+    **{repr(one): lambda one=one: one for one in (*NUMBERS, "text", "", "a\0b", b"x", [], {}, (), int)},
     "pairs": lambda: [("a",)],
     "secret": lambda: {"token": "s3cret"},
+    "mapping": lambda: UserDict({"token": "s3cret"}),
     "object": object,
+    "class": lambda: Hostile,
     "function": lambda: lambda: 0,
     "generator": lambda: (one for one in ()),
     "module": lambda: time,
-    "tensor": lambda: torch.ones(2, 2),
+    "error": lambda: ValueError("x"),
+    "tensors": lambda: torch.ones(2, 2),
+    "arrays": lambda: jax.numpy.ones(2),
+    "constants": lambda: tf.ones(2),
+    "numpy": lambda: np.zeros((2, 2)),
     "deep": lambda: nested(3000),
     "shared": lambda: nested(24, copies=2),
+    "within itself": within_itself,
     "hostile": Hostile,
     "hostile inside": lambda: {"a": [Hostile()]},
+    "hostile string": lambda: type("Text", (str,), {"__repr__": Hostile.__repr__})("fp16"),
+    "huge": Huge,
     "long": lambda: "x" * 10**6,
     "large": lambda: 10**5000,
 }
-VERBS = [name for name in polyamp.__all__ if inspect.isroutine(getattr(polyamp, name))]
+
+
+CALLED = ("fn", "fun", "step", "train", "target", "where", "progress")  # a user's function may raise what it likes
+
+
+@functools.cache
+def reports() -> dict[str, Any]:
+    """Return a result of each verb, by the name of its class."""
+    model = torch.nn.Linear(2, 2)
+    step, x = (lambda x: model(x).square().mean()), torch.ones(3, 2)
+    holder = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "fp16")
+    verbs = (polyamp.explain, polyamp.probe, polyamp.diagnose, polyamp.lint)
+    found = [verb(step, x, policy="fp16", backend="torch") for verb in verbs]
+    found += [polyamp.calibrate(step, [x], "fp16"), polyamp.health(holder)]
+    found += [polyamp.parity(lambda seed: 1.0 + seed, "fp16", seeds=3, controls=False, progress=False)]
+    return {type(one).__name__: one for one in found}
+
+
+def methods() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the methods of settings, of policies and of every report."""
+    yield from ((f"LossScale.{name}", one) for name, one in inspect.getmembers(polyamp.LossScale(), inspect.ismethod))
+    yield from ((f"Policy.{name}", one) for name, one in inspect.getmembers(polyamp.policy("fp16"), inspect.ismethod))
+    for kind, report in reports().items():
+        shared = [name for name in ("plot", *vars(Report)) if inspect.ismethod(getattr(report, name, None))]
+        yield from ((f"{kind}.{name}", getattr(report, name)) for name in shared)
+
+
+@functools.cache
+def callables() -> dict[str, Callable[..., Any]]:
+    """Return every public function and class, and the methods of what they return, by name."""
+    verbs = {name: getattr(polyamp, name) for name in polyamp.__all__ if inspect.isroutine(getattr(polyamp, name))}
+    own = {name: one for name, one in methods() if not name.partition(".")[2].startswith("_")}
+    return {**verbs, "LossScale": polyamp.LossScale, "StepResult": polyamp.StepResult, **own}
 
 
 def right() -> dict[str, Any]:
@@ -57,21 +115,27 @@ def right() -> dict[str, Any]:
     holder = polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1), "mixed_float16")
     config = polyamp.LossScale()
     values = {"optimizer": plain, "holder": holder, "config": config, "state": config.initial_state(), "finite": True}
+    values |= {"operation": "matmul", "name": "torch", "scale": 2.0}
     return {**values, "loss": torch.tensor(1.0), "model": torch.nn.Linear(2, 2), "batches": [torch.ones(2)]}
+
+
+def user_s(*args: Any, **kwargs: Any) -> float:
+    """Accept everything, as a step: it is not the arguments' fault that nothing here can be differentiated."""
+    return 1.0
 
 
 def calls(name: str, kind: str) -> Iterator[tuple[str, dict[str, Any], Callable[[], object]]]:
     """Yield a call with each argument wrong in turn, the right values of its others, and the argument's name."""
-    function = getattr(polyamp, name)
+    function = callables()[name]
     parameters = inspect.signature(function).parameters.values()
     needed = [one for one in parameters if one.default is one.empty and one.kind in (0, 1)]
     for one in parameters:
-        calls_it = one.name in ("fn", "fun", "step", "train", "target", "where") and callable(WRONG[kind]())
-        if one.kind != one.VAR_KEYWORD and not calls_it:  # a user's function may raise what it likes
-            values = right()
-            args = [WRONG[kind]() if each is one else values.get(each.name, len) for each in needed]
+        calls_it = one.name in CALLED and callable(WRONG[kind]())
+        if not calls_it:
+            values, keyword = right(), "unknown" if one.kind == one.VAR_KEYWORD else one.name
+            args = [WRONG[kind]() if each is one else values.get(each.name, user_s) for each in needed]
             args += [WRONG[kind]()] if one.kind in (0, 2) and one not in needed else []
-            kwargs = {one.name: WRONG[kind]()} if one.kind in (1, 3) and one not in needed else {}
+            kwargs = {keyword: WRONG[kind]()} if one.kind in (1, 3, 4) and one not in needed else {}
             yield one.name, values, lambda args=args, kwargs=kwargs: function(*args, **kwargs)
 
 
@@ -80,25 +144,37 @@ def outcome(call: Callable[[], object]) -> tuple[str, float]:
     start = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        filters = list(warnings.filters)
         try:
             call()
             polyamp.set_global_policy("float32")
         except PolyampError as error:
             return str(error), time.perf_counter() - start
+        finally:
+            assert list(warnings.filters) == filters
     return "", time.perf_counter() - start
 
 
+def test_every_public_name_is_called() -> None:
+    assert len(callables()) > 50
+    assert {"explain", "Policy.cast_to_compute", "Plan.table", "Probe.plot", "LossScale.like"} <= callables().keys()
+
+
+@pytest.mark.filterwarnings("ignore::polyamp.PolyampWarning")
 @pytest.mark.parametrize("kind", WRONG)
-@pytest.mark.parametrize("name", [*VERBS, "LossScale", "StepResult"])
-def test_a_wrong_argument_is_polyamp_s_own_error(name: str, kind: str) -> None:
-    for argument, values, call in calls(name, kind):
-        before = polyamp.current_policy(), in_policy(), polyamp.save_loss_scale(values["holder"])
-        text, seconds = outcome(call)
-        assert seconds < 1 or outcome(call)[1] < 1, argument  # the first call of a verb imports what it needs
-        assert len(text) < 4000, argument
-        assert "s3cret" not in text or argument == "rules", argument
-        if text:
-            assert (polyamp.current_policy(), in_policy(), polyamp.save_loss_scale(values["holder"])) == before
+def test_a_wrong_argument_is_polyamp_s_own_error(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in callables():
+        for argument, values, call in calls(name, kind):
+            case = f"{name}({argument}=)"
+            before = polyamp.current_policy(), in_policy(), polyamp.save_loss_scale(values["holder"])
+            text, seconds = outcome(call)
+            assert seconds < 1 or outcome(call)[1] < 1, case  # the first call of a verb imports what it needs
+            assert len(text) < 4000, case
+            assert "s3cret" not in text or argument == "rules", case
+            if text:
+                after = polyamp.current_policy(), in_policy(), polyamp.save_loss_scale(values["holder"])
+                assert after == before, case
 
 
 def test_no_object_can_make_the_text_of_an_error_long_or_fail() -> None:

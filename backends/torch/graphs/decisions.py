@@ -79,10 +79,12 @@ class Pass:
         *,
         operations: list[PlannedOperation],
         checkpoint: Callable[..., Any] | None = None,
+        off: int = 0,
     ) -> None:
         self.module, self.decider, self.graph, self.attributes = module, decider, graph, attributes
         self._low = DTYPES[decider.compute]
         self.operations, self.checkpoint = operations, checkpoint
+        self._off = off  # how many regions turn autocast off here
         self.known: dict[Node, Known] = dict(arguments)
         self.aliases, self._sameness = Aliases(module.graph), Sameness()
         self._new = Writing(graph, unstable.fake_mode_of(node.meta.get("example_value") for node in module.graph.nodes))
@@ -123,8 +125,8 @@ class Pass:
         example = node.meta.get("example_value")
         if node.op == "get_attr":
             return self._write_attribute(node, example)
-        if native_name(node) == "_enter_autocast":
-            raise under_autocast(line_near(node))
+        if native_name(node) in ("_enter_autocast", "_exit_autocast"):
+            return self._follow_autocast(node)
         if unstable.is_operator_of_bodies(node.target, "tag_activation_checkpoint"):
             return self._write_checkpoint(node)
         if unstable.is_operator_of_bodies(node.target, "cond"):
@@ -137,6 +139,16 @@ class Pass:
         if not tensors_of((example, [self.known[used].declared for used in node.all_input_nodes])):
             return Known(self.graph.node_copy(node, lambda used: self.known[used].node), example, example)
         return self._write_operation(node)
+
+    def _follow_autocast(self, node: Node) -> Known:
+        """Follow a region in which the user's code turns autocast off; refuse one that casts."""
+        if native_name(node) == "_enter_autocast":
+            if node.args[2]:
+                raise under_autocast(line_near(node))
+            self._off += 1
+        else:
+            self._off -= 1
+        return Known(None, None, None)
 
     def _write_attribute(self, node: Node, example: Any) -> Known:
         """Write a constant tensor of the graph; or a body, if the operator that runs it is not decided."""
@@ -178,6 +190,8 @@ class Pass:
         path, plain = path_of(node), operation_of(node) or native_name(node)
         name = self._sameness.specific(node, plain)
         decision, of_plain = self.decider.decide(name, path), self.decider.decide(plain, path)
+        if self._off and decision.op_class not in ("neutral", "keep"):
+            return name, Decision("full", "torch.autocast(enabled=False)")
         return (plain, of_plain) if decision.reason == TABLE != of_plain.reason else (name, decision)
 
     def _operands(self, node: Node, operation: str, decision: Decision) -> list[Value]:
@@ -339,9 +353,8 @@ class Pass:
             outer = self.known[argument] if isinstance(argument, Node) else Known(argument, argument, argument)
             arguments[placeholder] = outer._replace(node=graph.node_copy(placeholder))
         attributes, operations = self.attributes, self.operations
-        passed = Pass(
-            captured, self.decider, graph, arguments, attributes, operations=operations, checkpoint=self.checkpoint
-        )
+        options: dict[str, Any] = {"checkpoint": self.checkpoint, "off": self._off}
+        passed = Pass(captured, self.decider, graph, arguments, attributes, operations=operations, **options)
         results = passed.results(as_declared=as_declared)
         passed.finish(results)
         called = GraphModule(self.attributes, graph, "Body")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import polyamp
 from polyamp.backends.torch.graphs.explain import explain
@@ -129,6 +130,17 @@ def test_an_autocast_inside_of_the_module() -> None:
     with pytest.raises(UsageError, match="already under another autocast") as caught:
         rewrite(Inside(), X, policy="mixed_bfloat16")
     assert f"{HERE}:" in str(caught.value)
+
+
+def test_where_the_code_turns_autocast_off_it_computes_in_float32() -> None:
+    def fn(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            y = checkpoint(torch.matmul, (x @ x.T).float(), x, use_reentrant=False)
+        return y @ x.T
+
+    plan = rewrite(fn, X, policy="mixed_bfloat16").plan
+    products = [(one.format, one.reason) for one in plan.operations if one.name == "matmul"]
+    assert products == [("float32", "torch.autocast(enabled=False)")] * 2 + [("bfloat16", "table")]
 
 
 # --- what a graph cannot hold -----------------------------------------------------------------------------------------

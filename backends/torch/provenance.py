@@ -399,6 +399,8 @@ class Witness:
             return
         if self._shared():  # the other optimizer would not know
             self._refuse_what_is_there(mixed=True)
+            if not self._is_mixed:  # there are only zeros
+                self.open()
             return
         bring, params = partial(_times, other.ratio_to(own)), self._parameters()
         begun.handles += [param.register_hook(bring) for param in params if param.requires_grad]  # type: ignore[no-untyped-call]

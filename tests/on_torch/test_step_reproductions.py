@@ -121,6 +121,16 @@ def shares_one_parameter_with_an_optimizer_that_does_not_clear(wrap: Any, p: Any
 
 
 @right_or_refused
+def shares_one_parameter_whose_gradient_is_zeros_and_unscaled(wrap: Any, p: Any, q: Any, r: Any) -> None:
+    a, _, other = wrap(sgd(p), loss_scale=GROWS), wrap(sgd(q, p), loss_scale=GROWS), wrap(sgd(r), loss_scale=GROWS)
+    a.backward(S(p))
+    p.grad.zero_()
+    a.unscale_()
+    other.backward(S(p))
+    a.step()
+
+
+@right_or_refused
 def shares_one_parameter_whose_gradient_is_set_by_hand(wrap: Any, p: Any, q: Any) -> None:
     a, b = wrap(sgd(p), loss_scale=GROWS), wrap(sgd(q, p), loss_scale=GROWS)
     a.backward(S(p))

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from polyamp.errors import check_callable
+
 if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
 
@@ -27,6 +29,8 @@ def evaluates_once(inner: torch.optim.Optimizer) -> bool:
 
 def step_with_closure(optimizer: LossScaledOptimizer, closure: Closure, scaled: bool | None) -> Any:
     """Step with a closure, which makes the gradients: once before the step, or whenever the optimizer calls it."""
+    allowed, fix = "a function that computes the loss and returns it, or None", "give the function itself"
+    check_callable(closure, where="step(closure)", allowed=allowed, fix=fix)
     if not evaluates_once(optimizer.inner):
         return _step_reevaluating(optimizer, closure, scaled)
     with torch.enable_grad():

@@ -37,7 +37,7 @@ def not_a(kind: type, found: object, *, where: str, fix: str) -> InvalidTypeErro
 
 def named_tensors(given: Iterable[Any]) -> dict[str, Tensor]:
     """Return parameters by name from pairs as in ``model.named_parameters()``."""
-    pairs = list(given)
+    pairs = list(given) if isinstance(given, Iterable) else [given]
     if all(isinstance(pair, tuple) and list(map(type, pair))[:1] == [str] and len(pair) == 2 for pair in pairs):
         return dict(pairs)
     raise InvalidTypeError(

@@ -35,7 +35,7 @@ from polyamp.backends.torch.kernels.control import (
     where,
 )
 from polyamp.backends.torch.ranks import has_peers
-from polyamp.backends.torch.refusals import checked_scale, scaled_loss
+from polyamp.backends.torch.refusals import checked_scale, not_a, scaled_loss
 from polyamp.errors import no_loss, non_finite_loss, shown
 from polyamp.formats import in_single
 from polyamp.scale import LossScale, LossScaleState, advance, on_host, report_limits, report_nonfinite_loss
@@ -72,6 +72,8 @@ class LossScaler:
         """Return the scaler of losses with an id; None is this one."""
         if loss_id is None:
             return self
+        if not isinstance(loss_id, Hashable):
+            raise not_a(Hashable, loss_id, where="scale(loss, loss_id=)", fix="give a string or a number")
         if loss_id not in self.others:
             self.others[loss_id] = LossScaler(self.settings, self.compute)
         return self.others[loss_id]

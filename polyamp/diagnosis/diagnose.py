@@ -164,7 +164,7 @@ class Verdict(Report):
         start = f" Start with {written(self.lower)} (tried: the step is then finite)" if self.lower else ""
         if self.kind == "scale" and not (window and is_usable):
             told = " ".join(self.probe.sentences()[: -1 if start else None])
-            return f"SCALE of {scale} is too high, and no scale suits all.{start and f'{start}.'} {told}"
+            return f"SCALE of {scale} is too high.{start and f'{start}.'} {told}"
         if self.kind == "scale" and window:
             halvings = max(1, math.ceil(math.log2(self.recording.scale / window.high) - self.probe.margin))
             return (

@@ -233,7 +233,7 @@ class Probe(Report):
         needing = max(self.counting, key=self.need)
         tolerating = min(self.bounding, key=self.tolerate)
         return [
-            f"no loss scale suits all gradients: {needing.place} needs {power(self.need(needing))} or more, and "
+            f"No loss scale suits all gradients: {needing.place} needs {power(self.need(needing))} or more, and "
             f"{tolerating.place} tolerates {power(self.tolerate(tolerating))} at most, without the margin of "
             f"{self.margin:g} bits.",
             f"Start with {written(self.recommended)}.",

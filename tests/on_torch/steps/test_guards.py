@@ -427,3 +427,19 @@ def test_the_scale_can_be_set_within_the_settings(on_device: bool) -> None:
         with pytest.raises(kind, match="the loss scale"):
             opt.loss_scale = bad
     assert contents(opt) == before
+
+
+@pytest.mark.parametrize(
+    ("call", "where"),
+    [
+        (lambda opt: opt.step(3), r"step\(closure\)"),
+        (lambda opt: opt.scale(torch.ones(()), loss_id=[]), "loss_id="),
+        (lambda opt: polyamp.wrap_optimizer(opt.inner, "fp16", named_parameters=3), "named_parameters="),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused_and_change_nothing(call: Any, where: str) -> None:
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(linear().parameters(), lr=0.1), "mixed_float16")
+    before = contents(opt)
+    with pytest.raises(polyamp.errors.InvalidTypeError, match=where):
+        call(opt)
+    assert contents(opt) == before

@@ -450,6 +450,34 @@ def _walk(objects: Iterable[object]) -> Iterator[object]:
             rest += [*_parts_of(obj)][::-1]
 
 
+_MOST = 2**22  # objects in a tree, with one that is shared counted wherever it is
+
+
+def check_tree(tree: object, where: str) -> None:
+    """Refuse containers that a framework's own walk, which goes along every path, would not finish: shared and cyclic.
+
+    >>> check_tree([[1], {"a": 2}], "here")
+    """
+    sizes: dict[int, int] = {}
+    rest: list[tuple[object, list[object] | None]] = [(tree, None)]
+    while rest:
+        obj, parts = rest.pop()
+        if parts is not None:
+            sizes[id(obj)] = 1 + sum(sizes[id(part)] for part in parts)
+        elif id(obj) not in sizes:
+            sizes[id(obj)] = _MOST  # until its parts are counted; a cycle finds it
+            parts = [*_parts_of(obj)]
+            rest += [(obj, parts), *((part, None) for part in parts)]
+    if sizes[id(tree)] >= _MOST:
+        raise InvalidTypeError(
+            "containers that contain each other, or share parts many times over",
+            where=where,
+            found=f"at least {_MOST} paths to objects",
+            allowed="trees",
+            fix="give each part once",
+        )
+
+
 def _parts_of(obj: object) -> Iterable[object]:
     """Return the contents of a container, or the fields of a dataclass or an attrs class."""
     if isinstance(obj, str | bytes | type):

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 from keras import ops
 
+from polyamp.adapters import check_tree
 from polyamp.backends.keras.layers import amended, own_policy, remaining_policy, walk
 from polyamp.backends.keras.native import BACKEND, framework, is_sixteen_bit
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
@@ -108,6 +109,7 @@ def _own_step(model: Any, train_step: Callable[..., Any], batch: tuple[Any, ...]
 
 
 def _as_tensors(args: Sequence[Any]) -> tuple[Any, ...]:
+    check_tree(args, "the batch")
     return tuple(keras.tree.map_structure(ops.convert_to_tensor, arg) for arg in args)
 
 

@@ -14,7 +14,7 @@ import keras
 from keras import ops
 from keras.backend import standardize_dtype
 
-from polyamp.adapters import Adapter, adapter_named
+from polyamp.adapters import Adapter, adapter_named, check_tree
 from polyamp.backends.keras.unstable import in_stateless_scope, jax_trace
 from polyamp.errors import UnsupportedError
 from polyamp.scale import LossScale
@@ -80,6 +80,7 @@ def cast(tree: Any, format_name: str) -> Any:
             )
         return value_of(leaf) if isinstance(leaf, keras.Variable) else leaf
 
+    check_tree(tree, "policy.cast_to_...(tree)")
     return framework().cast(keras.tree.map_structure(tensor_of, tree), format_name)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from polyamp.adapters import check_tree
 from polyamp.formats import format_of
 
 _STORED_AS = {"tensorfloat32": "float32"}  # a format of products, not of storage
@@ -29,6 +30,7 @@ def cast(tree: Any, format_name: str) -> Any:
     Raises:
         InvalidValueError: the format is unknown.
     """
+    check_tree(tree, "policy.cast_to_...(tree)")
     name = format_of(format_name).name
     dtype = tf.as_dtype(_STORED_AS.get(name, name))
     return tf.nest.map_structure(lambda leaf: _cast_leaf(leaf, dtype), tree)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import polyamp
 from polyamp.backends.tensorflow import cast
 
 
@@ -44,3 +45,32 @@ def test_other_floating_kinds_keep_their_kind(leaf: Any) -> None:
     done = cast({"x": leaf}, "float16")["x"]
     assert type(done) is type(leaf)
     assert done.dtype == np.float16
+
+
+def shared() -> list[Any]:
+    tree = [tf.ones(2)]
+    for _ in range(40):
+        tree = [tree, tree]  # 2**40 paths
+    return tree
+
+
+def cyclic() -> list[Any]:
+    tree: list[Any] = [tf.ones(2)]
+    tree.append(tree)
+    return tree
+
+
+F16 = polyamp.policy("mixed_float16")
+VERBS: dict[str, Any] = {
+    "cast": lambda tree: F16.cast_to_compute(tree),
+    "rewrite": lambda tree: polyamp.rewrite(lambda x: tf.reduce_sum(x[0]), tree, policy=F16),
+    "explain": lambda tree: polyamp.explain(lambda x: tf.reduce_sum(x[0]), tree, policy=F16),
+    "probe": lambda tree: polyamp.probe(lambda x: tf.reduce_sum(x[0]), tree, policy=F16),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("make", [shared, cyclic])
+def test_containers_that_are_no_trees_are_refused(make: Any, verb: str) -> None:
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="share parts many times over"):
+        VERBS[verb](make())

@@ -13,6 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.adapters import check_tree
 from polyamp.backends.tensorflow.autocast.lowering import entered, intercept
 from polyamp.backends.tensorflow.graphs.graph import Places
 from polyamp.backends.tensorflow.unstable import OUT_OF_SCOPE, graphs_around
@@ -38,6 +39,7 @@ def name_of(fn: Any) -> str:
 def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Trace ``fn`` as it is written, without autocast."""
     intercept()
+    check_tree((args, kwargs), f"the arguments of {name_of(fn)}")
     function = fn if isinstance(fn, FUNCTION) else tf.function(fn)
     with tracing(fn), entered(None):
         concrete = function.get_concrete_function(*args, **kwargs)

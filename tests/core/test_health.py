@@ -184,15 +184,11 @@ WRONG: dict[str, Callable[[], object]] = {
     "watch.step": lambda: watch(3),  # type: ignore[type-var]
     "after must be": lambda: watch(print, after=2.5),  # type: ignore[arg-type]
     "watch.on_verdict": lambda: watch(print, on_verdict=3),  # type: ignore[arg-type]
+    "at least 1": lambda: watch(print, after=0),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_arguments_of_a_wrong_type_are_refused(case: str) -> None:
-    with pytest.raises(polyamp.errors.InvalidTypeError, match="no adapter knows" if "holder" in case else case):
+def test_wrong_arguments_are_refused(case: str) -> None:
+    with pytest.raises(polyamp.PolyampError, match="no adapter knows" if "holder" in case else case):
         WRONG[case]()
-
-
-def test_counts_begin_at_one() -> None:
-    with pytest.raises(polyamp.errors.InvalidValueError, match="at least 1"):
-        watch(print, after=0)

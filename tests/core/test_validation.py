@@ -135,9 +135,3 @@ def test_a_policy_has_jmp_s_attributes() -> None:
         assert chosen.param_dtype == np.dtype(chosen.param)
         assert (chosen.compute_dtype.name, chosen.output_dtype.name) == (chosen.compute, chosen.output)
     assert policy("float32", param="tf32").param_dtype == "tensorfloat32"  # no dtype has this name
-
-
-def test_default_rules_are_not_the_user_s_own() -> None:
-    for name in ("half", "O3", "float16", "bfloat16", "16-true", "bf16-true"):
-        assert policy(name).own_rules == ()
-        assert [rule.pattern for rule in policy(name, rules={"head/*": "full"}).own_rules] == ["head/*"]

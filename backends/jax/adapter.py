@@ -1,9 +1,9 @@
 """The JAX adapter: each verb of `polyamp`, and the function that does it."""
 
-import jax
 import numpy as np
 
 from polyamp.adapters import AdapterTable
+from polyamp.backends.jax import unstable
 from polyamp.backends.jax.casting import cast
 from polyamp.backends.jax.devices import describe
 from polyamp.backends.jax.graphs.rewrite import autocast, planned, rewritten_for
@@ -15,7 +15,7 @@ from polyamp.backends.jax.value_and_grad import scale_loss, value_and_grad
 def owns(obj: object) -> bool:
     """Return whether ``obj`` is a pytree node that someone registered with JAX, or a NumPy array, which JAX takes."""
     known = obj is None or isinstance(obj, dict | list | tuple)
-    return isinstance(obj, np.ndarray | np.generic) or not (known or jax.tree_util.all_leaves([obj]))
+    return isinstance(obj, np.ndarray | np.generic) or not (known or unstable.children_of(obj) is None)
 
 
 adapter = AdapterTable(

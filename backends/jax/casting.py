@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -9,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from polyamp.adapters import too_deep
+from polyamp.backends.jax import unstable
 from polyamp.errors import InvalidValueError
 from polyamp.formats import format_of
 
@@ -48,6 +51,34 @@ def is_traced(value: object) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+LEAVES, DEPTH = 10_000_000, 400
+"""The most leaves and levels of a tree. One that shares parts of shared parts has more leaves than JAX can list."""
+
+
+def check_tree(tree: Any, *, where: str) -> None:
+    """Refuse a pytree that JAX cannot walk to its end."""
+    known: dict[int, tuple[Any, float]] = {}  # each node, so that no other one gets its id, and how many leaves it has
+
+    def leaves_of(node: Any, depth: int) -> float:
+        if depth > DEPTH:
+            raise too_deep(where)
+        if id(node) not in known:
+            known[id(node)] = node, math.inf  # which is true if it contains itself
+            parts = unstable.children_of(node)
+            known[id(node)] = node, 1 if parts is None else sum([leaves_of(part, depth + 1) for part in parts])
+        return known[id(node)][1]
+
+    count = leaves_of(tree, 0)
+    if count > LEAVES:
+        raise InvalidValueError(
+            "the tree contains itself, or its parts share their parts",
+            where=where,
+            found=f"{count:.3g} leaves",
+            allowed=f"at most {LEAVES:,} leaves",
+            fix="put each part into the tree once",
+        )
+
+
 def cast(tree: Any, format_name: str) -> Any:
     """Return a pytree with its floating-point arrays in a format and all other leaves unchanged. No host sync.
 
@@ -62,6 +93,7 @@ def cast(tree: Any, format_name: str) -> Any:
         InvalidValueError: the format is unknown, or it is float64 and JAX has float64 disabled.
     """
     dtype = dtype_of(format_name)
+    check_tree(tree, where="a cast in JAX")
     return jax.tree.map(lambda leaf: _as(leaf, dtype) if is_floating(leaf) else leaf, tree)
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.casting import is_low, is_traced, map_with_none, widened
-from polyamp.errors import UsageError
+from polyamp.backends.jax.casting import check_tree, is_low, is_traced, map_with_none, widened
 
 SHRINK = 2.0**-90
 """Brings every float32 number below 2**38, so that sums of squares are finite."""
@@ -44,32 +44,26 @@ def unscaled(grads: Any, scale: jax.Array) -> Any:
     return jax.tree.map(lambda grad: grad * first * second, widened(grads))
 
 
-_MADE_AT: dict[int, tuple[weakref.ref[Any], Any]] = {}  # gradients made outside jit, by id, and their loss scales
+_MADE_AT: dict[int, tuple[weakref.ref[Any], Any]] = {}  # gradients, by id, and the loss scales they were made at
 
 
 def note_scale(grads: Any, scale: Any) -> None:
-    """Remember the loss scale at which gradients were made, as long as they live; traced ones have no number yet."""
+    """Remember the loss scale at which gradients were made, as long as they live."""
     for leaf in jax.tree.leaves(grads):
-        if not (is_traced(leaf) or is_traced(scale)):
-            forget = functools.partial(_MADE_AT.pop, id(leaf))
-            _MADE_AT[id(leaf)] = weakref.ref(leaf, forget), scale
+        if is_traced(leaf) or not is_traced(scale):
+            _MADE_AT[id(leaf)] = weakref.ref(leaf, functools.partial(_MADE_AT.pop, id(leaf))), scale
 
 
-def check_scale(grads: Any, scale: Any) -> None:
-    """Refuse gradients that are known to be made at another loss scale than this one."""
-    if is_traced(scale):
-        return
-    known = [_MADE_AT.get(id(leaf), (None, scale))[1] for leaf in jax.tree.leaves(grads)]
-    others = [float(own) for own in known if own is not scale and own != scale]
-    if others:
-        raise UsageError(
-            "the gradients were made at another loss scale than they are divided by",
-            where="tx.update(grads, state, params)",
-            found=f"gradients made at {others[0]:g}, and a state at {float(scale):g}",
-            allowed="gradients made with the same opt_state",
-            fix="update before the next value_and_grad, with the state that it gets; differentiate the loss of each "
-            "optimizer with its own state; multiply gradients that you keep by the new loss scale over their own",
-        )
+def at_scale(grads: Any, scale: Any) -> Any:
+    """Return gradients at a loss scale: those that are known to be made at another one are multiplied."""
+
+    def moved(leaf: Any) -> Any:
+        _, own = _MADE_AT.get(id(leaf), (None, scale))
+        if own is scale or not (is_traced(own) or is_traced(scale) or np.any(own != scale)):
+            return leaf
+        return widened(leaf) * (scale / own)
+
+    return jax.tree.map(moved, grads)
 
 
 def clipped(grads: Any, limit: float, axis_name: Hashable | None = None) -> Any:
@@ -154,6 +148,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     Unlike ``optax.apply_updates`` it accepts None as an update. Unlike ``equinox.apply_updates`` it keeps a 16-bit
     parameter in 16 bits when its update is float32.
     """
+    check_tree((params, updates), where="apply_updates(params, updates)")
     return map_with_none(
         lambda update, param: param if update is None else jnp.add(param, update).astype(param.dtype), updates, params
     )
@@ -170,6 +165,7 @@ def select(applied: Any, new: Any, old: Any) -> Any:
         new: pytree of arrays after this step, such as batch-norm statistics.
         old: the same before it.
     """
+    check_tree((new, old), where="select(applied, new, old)")
     return jax.tree.map(lambda one, other: jnp.where(applied, one, other), new, old)
 
 

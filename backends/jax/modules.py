@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from polyamp.backends.jax.casting import is_floating, is_traced, merged, trainable
+from polyamp.backends.jax.casting import check_tree, is_floating, is_traced, merged, trainable
 
 
 class NnxArguments:
@@ -127,6 +127,7 @@ def as_pure(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Sequence[int] = (0,)
 ) -> Call:
     """Turn a call into one without side effects: its flax NNX modules become pytrees in the arguments and results."""
+    check_tree((args, kwargs), where="the arguments of the function")
     owner = getattr(fn, "__self__", None)
     method = getattr(fn, "__func__", None) if is_nnx_module(owner) else None
     objects = NnxArguments((owner if method else fn, args, kwargs))

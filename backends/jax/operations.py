@@ -12,7 +12,7 @@ from polyamp.operations import by_native_name
 
 # Primitives that have the canonical name.
 _NAMED_ALIKE = (
-    "exp exp2 expm1 log log1p pow integer_pow square rsqrt reciprocal cbrt cumsum cumprod acos asin tan "
+    "exp exp2 expm1 log log1p log2 pow integer_pow rsqrt reciprocal cbrt cumsum cumprod acos asin tan "
     "sinh cosh sin cos acosh atanh erf_inv lgamma digamma polygamma zeta svd schur lu triangular_solve "
     "fft complex stack atan2 sub mul div sqrt tanh erf erfc atan asinh transpose tile gather pad "
     "sort is_finite abs neg sign cond scan"
@@ -27,6 +27,7 @@ OPERATIONS: dict[str, str] = by_native_name(
         "attention": "dot_product_attention_fwd dot_product_attention_fwd_wrapper dot_product_attention_bwd "
         "dot_product_attention_bwd_wrapper",
         # full
+        "square": "square one_minus_square",
         "sum": "reduce_sum",
         "prod": "reduce_prod",
         "logcumsumexp": "cumlogsumexp",

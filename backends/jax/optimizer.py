@@ -16,9 +16,9 @@ import jax.numpy as jnp
 
 from polyamp import verbs
 from polyamp.backends.jax import gradients
-from polyamp.backends.jax.casting import is_traced, merged, trainable, widened
+from polyamp.backends.jax.casting import check_tree, is_traced, merged, trainable, widened
 from polyamp.backends.jax.gradients import apply_updates
-from polyamp.backends.jax.state import LossScaleOptState, holds_state, initial_scalars
+from polyamp.backends.jax.state import LossScaleOptState, check_single, holds_state, initial_scalars
 from polyamp.errors import InvalidValueError, StateError, UsageError, wrapped_already
 from polyamp.policies import Policy
 from polyamp.scale import LossScale, advance, can_divide, on_host, report_limits
@@ -138,6 +138,7 @@ class Step:
 
     def init(self, params: Any) -> LossScaleOptState:
         """Return the state before the first step."""
+        check_tree(params, where="tx.init(params)")
         params = trainable(params)
         masters = gradients.masters_of(params, low=self.low_params) if self.master_weights else None
         inner_state = self.inner.init(self._full(params, masters))
@@ -152,6 +153,7 @@ class Step:
         self, grads: Any, state: LossScaleOptState, params: Any = None, **extra: Any
     ) -> tuple[Any, LossScaleOptState]:
         """Return updates for ``optax.apply_updates`` and the new state. A skipped step's updates change nothing."""
+        check_tree((grads, state, params), where="tx.update(grads, state, params)")
         grads, params = trainable(grads), None if params is None else trainable(params)
         # The updates have the structure of the gradients, unless the optimizer updates more (``optax.lookahead``).
         template = grads if params is None or _are_alike(grads, params) else params
@@ -167,6 +169,7 @@ class Step:
 
     def apply(self, grads: Any, state: LossScaleOptState, params: Any, **extra: Any) -> tuple[Any, LossScaleOptState]:
         """Return the new parameters and the new state, with one conditional around update and apply."""
+        check_tree((grads, state, params), where="apply_gradients(tx, grads, opt_state, params)")
         trained = trainable(params)
 
         def moved(updates: Any, full: Any) -> Any:
@@ -186,8 +189,8 @@ class Step:
     ) -> tuple[Any, LossScaleOptState]:
         """Return a result and the new state: ``moved`` of updates and new parameters, or ``unmoved`` if skipped."""
         _check(state, params)
+        grads = gradients.at_scale(grads, state.scalars.scale)
         state = state._replace(loss_scale=gradients.marked(state.scalars.scale, gradients.SCALE))
-        gradients.check_scale(grads, state.loss_scale)
         grads = gradients.marked_gradients(grads)
 
         def taken() -> tuple[Any, Any, Any]:
@@ -242,6 +245,7 @@ def _check(state: object, params: Any) -> None:
             allowed="LossScaleOptState",
             fix="pass the result of tx.init(params), or the state that the last update returned",
         )
+    check_single(state)
     if params is None and state.master_weights is not None:
         raise UsageError(
             "16-bit parameters are updated through their float32 master weights, which needs the parameters",

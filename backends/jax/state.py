@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from polyamp.backends.jax.casting import check_tree
 from polyamp.errors import UsageError
 from polyamp.scale import TYPES, LossScale, LossScaleState, StepResult, report_limits
 
 SCALARS = len(LossScaleState._fields)
-_DTYPES = {float: jnp.float32, int: jnp.int32}
+_DTYPES = {float: np.float32, int: np.int32}
 
 
 class _Fields(NamedTuple):
@@ -93,7 +94,7 @@ def _rebuild(settings: LossScale, compute: str, fields: tuple[Any, ...]) -> Loss
 def initial_scalars(settings: LossScale) -> LossScaleState:
     """Return the state before the first step as arrays, f32[] and i32[], each in its own buffer."""
     values = zip(settings.initial_state(), TYPES, strict=True)
-    return LossScaleState(*(jnp.array(value, _DTYPES[kind]) for value, kind in values))
+    return LossScaleState(*(jax.device_put(_DTYPES[kind](value)) for value, kind in values))
 
 
 def is_state(leaf: object) -> TypeGuard[LossScaleOptState]:
@@ -103,6 +104,7 @@ def is_state(leaf: object) -> TypeGuard[LossScaleOptState]:
 
 def states_in(tree: Any) -> list[LossScaleOptState]:
     """Return the states of wrapped optimizers in a pytree."""
+    check_tree(tree, where="the arguments, in which the state of a wrapped optimizer is looked for")
     return list(filter(is_state, jax.tree.leaves(tree, is_leaf=is_state)))
 
 
@@ -234,11 +236,22 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
 def _on_host(state: LossScaleOptState) -> LossScaleState:
     fields = [np.asarray(field) for field in jax.device_get(state.scalars)]  # all copies at once
     if any(np.unique(field).size > 1 for field in fields):
-        raise UsageError(
-            "the members of this ensemble have different loss scales or counts",
-            where=_HOLDER,
-            found=f"loss scales {fields[0].tolist()}",
-            allowed="one state, or equal copies of one",
-            fix="pass one member: jax.tree.map(lambda leaf: leaf[0], opt_state)",
-        )
+        raise _of_an_ensemble(f"loss scales {fields[0].tolist()}", allowed="one state, or equal copies of one")
     return LossScaleState(*(field.flat[0].item() for field in fields))
+
+
+def check_single(state: LossScaleOptState) -> None:
+    """Refuse the state of an ensemble, whose step is mapped over its members."""
+    shape = jnp.shape(state.scalars.scale)
+    if shape:
+        raise _of_an_ensemble(f"loss scales of shape {shape}", allowed="one state; jax.vmap(step) passes each member's")
+
+
+def _of_an_ensemble(found: str, *, allowed: str) -> UsageError:
+    return UsageError(
+        "the members of this ensemble have loss scales of their own",
+        where=_HOLDER,
+        found=found,
+        allowed=allowed,
+        fix="pass one member: jax.tree.map(lambda leaf: leaf[0], opt_state)",
+    )

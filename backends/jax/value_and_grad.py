@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from polyamp.backends.jax.casting import is_array, is_traced
+from polyamp.backends.jax.casting import check_tree, is_array, is_traced
 from polyamp.backends.jax.gradients import all_finite, note_scale
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
 from polyamp.backends.jax.graphs.rewrite import name_of, run_rewritten
 from polyamp.backends.jax.modules import NnxArguments, is_nnx_module, trained_in, with_trained
-from polyamp.backends.jax.state import LossScaleOptState, find_state
+from polyamp.backends.jax.state import LossScaleOptState, check_single, find_state
 from polyamp.errors import InvalidTypeError, InvalidValueError, no_loss
 from polyamp.policies import Policy, chosen_policy, current_policy, report_missing_scale
 from polyamp.policies import policy as make_policy
@@ -83,6 +83,7 @@ def unreported(
     wanted = positions(argnums, where="value_and_grad(fun, argnums=)", at_least=1)
 
     def transformed(opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
+        check_tree((opt_state, args, kwargs), where="value_and_grad(fun, policy)(opt_state, *args)")
         state, places = find_state(opt_state, args), _places(wanted, len(args))
         if name is None:
             chosen = bound or current_policy()
@@ -100,6 +101,7 @@ def unreported(
                 own_args[place] = with_trained(own_args[place] if is_nnx_module(args[place]) else args[place], params)
             before = objects.contents(own)
             loss, aux = _loss_and_aux(fun(*own_args, **options), has_aux)
+            check_tree(aux, where="the aux of the function")
             return loss, aux, objects.changes(before, own)
 
         def scaled_loss(trained: list[Any]) -> tuple[jax.Array, Any]:
@@ -161,6 +163,7 @@ def scale_loss(loss: Any, holder: Any) -> jax.Array:
 
 def _times_scale(loss: jax.Array, state: LossScaleOptState) -> jax.Array:
     """Return the loss times the scale, or times inf if it is not finite: then its gradients are not finite either."""
+    check_single(state)
     scale = state.scalars.scale
     if state.settings.check:
         # As `computed_once` does it, but of the scale: what is scaled is left out of recordings.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.casting import is_array
+from polyamp.backends.jax.casting import check_tree, is_array
 from polyamp.backends.jax.graphs import binding, control_flow, derivatives
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, is_inexact
 from polyamp.backends.jax.graphs.interpreter import HANDLERS, Interpreter
@@ -35,7 +35,9 @@ class Program:
         def of_arrays(*arrays: Any) -> list[Any]:
             given, kept = iter(arrays), zip(leaves, self._is_array, strict=True)
             own_args, own_kwargs = jax.tree.unflatten(tree, [next(given) if is_one else leaf for leaf, is_one in kept])
-            results, self._tree = jax.tree.flatten(fn(*own_args, **own_kwargs))
+            returned = fn(*own_args, **own_kwargs)
+            check_tree(returned, where="the results of the function")
+            results, self._tree = jax.tree.flatten(returned)
             self._given = [is_array(leaf) for leaf in results]
             self._results = [None if is_array(leaf) else leaf for leaf in results]
             return [leaf for leaf in results if is_array(leaf)]

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from polyamp.backends.jax import gradients, unstable
@@ -68,7 +67,7 @@ class _TracedStep:
         if self.scale_index is None:
             return arrays, 1.0 if scale is None else float(scale)
         before, own, after = arrays[: self.scale_index], arrays[self.scale_index], arrays[self.scale_index + 1 :]
-        own = own if scale is None else jnp.full_like(own, scale)
+        own = own if scale is None else jax.device_put(np.full(own.shape, scale, own.dtype), own.sharding)
         return [*before, own, *after], float(np.asarray(own).flat[0])  # the first copy, if it is replicated
 
 
@@ -78,9 +77,7 @@ class _Run:
     def __init__(self, step: _TracedStep, policy: Policy, widened: bool) -> None:
         self.records: list[Record] = []
         self._step, self._policy, self._widened = step, policy, widened
-        # LLVM takes most of the time on a CPU, and the program runs once or twice
-        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-        self.samples = jax.jit(self._evaluated, compiler_options=options)
+        self.samples = jax.jit(self._evaluated, compiler_options=unstable.quick_options())
 
     def _evaluated(self, arrays: Sequence[Any], constants: Sequence[Any]) -> tuple[list[Sample], Any]:
         step, replay = self._step, Replay(self._policy, widened=self._widened)

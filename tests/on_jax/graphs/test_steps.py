@@ -195,8 +195,8 @@ def with_a_clipped_cotangent(params: Any, opt_state: Any, x: Any) -> Any:
 
 
 def of_two_states(params: Any, opt_state: Any, x: Any) -> Any:
-    """Take two steps, the second of them with gradients at the loss scale before the first."""
-    _, grads = scaled(params, opt_state, x)
+    """Take two steps, the second of them with gradients of another jitted function, at the scale before the first."""
+    _, grads = jax.jit(scaled)(params, opt_state, x)
     _, opt_state = TX.update(scaled(params, opt_state, x)[1], opt_state, params)
     return TX.update(grads, opt_state, params)
 
@@ -214,8 +214,8 @@ def moved_to_the_new_scale(params: Any, opt_state: Any, x: Any) -> Any:
 
 
 def joint(params: Any, states: Any, x: Any) -> Any:
-    """Step one of two optimizers with gradients at the other one's loss scale."""
-    _, grads = scaled(params, states[0], x)
+    """Step one of two optimizers with gradients of another jitted function, at the other one's loss scale."""
+    _, grads = jax.jit(scaled)(params, states[0], x)
     return TX.update(grads, states[1], params)
 
 

@@ -350,6 +350,17 @@ def test_nothing_is_changed_and_donated_buffers_live_on() -> None:
     assert all(map(np.array_equal, before, after))
 
 
+def test_a_probe_compiles_two_programs_and_a_diagnosis_after_it_none(caplog: pytest.LogCaptureFixture) -> None:
+    """The step in float32, and under the policy; scalars are made without XLA."""
+    x, counts = X[:3], []
+    for verb in (polyamp.probe, polyamp.diagnose, polyamp.probe):
+        caplog.clear()
+        with jax.log_compiles():
+            verb(loss_fn, PARAMS, x, policy=FLOAT16)
+        counts.append(sum(message.startswith("Finished XLA compilation") for message in caplog.messages))
+    assert counts == [2, 0, 0]
+
+
 def test_a_function_that_captures_an_array_sees_the_new_one() -> None:
     batch = {"x": X}
 

@@ -213,25 +213,25 @@ def test_a_float64_loss_stays_float64(policy: Any) -> None:
         assert (loss.dtype, grads.dtype) == (np.float64, np.float64)
 
 
-def updated_twice(state: Any, params: Any, gradients: Any) -> Any:
-    """Update twice with the gradients of the first state."""
-    _, after = GROWING.update(gradients, state, params)
-    return GROWING.update(gradients, after, params)
-
-
 GROWING = polyamp.wrap_optimizer(optax.sgd(1.0), POLICY, loss_scale=polyamp.LossScale(init=8.0, interval=1))
 
 
-def test_gradients_of_another_loss_scale_are_refused() -> None:
-    params, differentiated = jnp.ones(2), value_and_grad(lambda p, *_: p.sum(), POLICY, argnums=(0, 1))
-    state = GROWING.init(params)
-    _, (first, second) = differentiated(state, params, params)
-    for use in (lambda: updated_twice(state, params, first), lambda: TX.update(second, TX.init(params), params)):
-        with pytest.raises(polyamp.errors.UsageError, match="made at another loss scale"):
-            use()
-    _, after = GROWING.update(first, state, params)
-    updates, _ = GROWING.update(first * (after.loss_scale / state.loss_scale), after, params)
-    assert updates.tolist() == [-1, -1]
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_are_divided_by_the_loss_scale_they_were_made_at(compiled: bool) -> None:
+    """The second ones are used after an update that changed the scale; the third ones with another optimizer's."""
+
+    def steps(state: Any, other: Any, params: Any) -> Any:
+        differentiated = value_and_grad(lambda *each: sum(own.sum() for own in each), POLICY, argnums=(0, 1))
+        _, (first, third) = differentiated(state, params, params)
+        _, (second, _) = differentiated(state, params, params)
+        one, after = GROWING.update(first, state, params)
+        two, _ = GROWING.update(second, after, params)
+        kept, _ = GROWING.update(first * (after.loss_scale / state.loss_scale), after, params)
+        return one, two, TX.update(third, other, params)[0] * 10, kept
+
+    params = jnp.ones(2)
+    for updates in (jax.jit(steps) if compiled else steps)(GROWING.init(params), TX.init(params), params):
+        np.testing.assert_allclose(updates, [-1, -1], rtol=1e-6)
 
 
 # Which arguments are differentiated.

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from flax import linen, nnx
 
@@ -111,6 +112,47 @@ def test_apply_updates_keeps_dtypes_and_takes_none() -> None:
 def test_select(applied: Any) -> None:
     new, old = {"mean": jnp.array([jnp.nan])}, {"mean": jnp.zeros(1)}
     assert np.isnan(amp.select(applied, new, old)["mean"]).tolist() == [bool(applied)]
+
+
+def endless(kind: str) -> Any:
+    tree: Any = [jnp.ones(1)]
+    if kind == "cyclic":
+        tree.append(tree)
+        return tree
+    for _ in range(40 if kind == "shared" else 3000):
+        tree = [tree, tree] if kind == "shared" else [tree]
+    return tree
+
+
+TX, PARAMS = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16), {"w": jnp.ones(2)}
+STATE = TX.init(PARAMS)
+WALKS = {
+    "cast": FLOAT16.cast_to_compute,
+    "init": TX.init,
+    "update": lambda tree: TX.update(tree, STATE, PARAMS),
+    "apply_gradients": lambda tree: amp.apply_gradients(TX, PARAMS, STATE, tree),
+    "apply_updates": lambda tree: amp.apply_updates(tree, tree),
+    "select": lambda tree: amp.select(True, tree, tree),
+    "value_and_grad": lambda tree: polyamp.value_and_grad(lambda p, x: p.sum(), FLOAT16)(STATE, PARAMS, tree),
+    "aux": lambda tree: polyamp.value_and_grad(lambda p: (p["w"] @ p["w"], tree), "float32", has_aux=True)(
+        STATE, PARAMS
+    ),
+    "scale_loss": lambda tree: polyamp.scale_loss(jnp.float32(1), tree),
+    "autocast": lambda tree: amp.autocast(lambda tree: 1, FLOAT16)(tree),
+    "results": lambda tree: polyamp.autocast(lambda w: tree, FLOAT16)(jnp.ones(2)),
+    "explain": lambda tree: polyamp.explain(lambda tree: 1, tree, policy=FLOAT16),
+    "probe": lambda tree: polyamp.probe(lambda tree: 1, tree, policy=FLOAT16),
+    "lint": lambda tree: polyamp.lint(lambda tree: 1, tree, policy=FLOAT16),
+    "health": polyamp.health,
+    "check_limits": amp.check_limits,
+}
+
+
+@pytest.mark.parametrize("kind", ["shared", "cyclic", "deep"])
+@pytest.mark.parametrize("verb", WALKS)
+def test_a_tree_that_no_walk_comes_to_the_end_of_is_refused(verb: str, kind: str) -> None:
+    with pytest.raises(polyamp.PolyampError, match=r"leaves|nested too deeply"):
+        WALKS[verb](endless(kind))
 
 
 WITHOUT = """

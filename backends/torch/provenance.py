@@ -417,7 +417,7 @@ class Witness:
         param = next((param for param in self._parameters() if param.grad is not None), None)
         if param is not None and param.grad is not None and self._is_filled():
             self._noted = Gradient.of(param, param.grad)
-            self._is_mixed, self._has_unscaled = mixed, not mixed
+            self._is_mixed, self._has_unscaled = self._is_mixed or mixed, self._has_unscaled or not mixed
 
     def _keep_after_write(self) -> None:
         """Go on refusing gradients that somebody changed since they were noted, if some are left that are not zeros."""

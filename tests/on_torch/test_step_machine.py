@@ -87,7 +87,7 @@ class Steps(RuleBasedStateMachine):
         self, policy: str, owned: list[int], together: bool, tied: bool, scales: list[str | None], optimizer: str,
         fused_step: bool | None, max_grad_norm: float | None, with_aux: bool,
     ) -> None:  # fmt: skip
-        self.clips_masters = max_grad_norm is not None and FORMATS[policy] != "float32"
+        self.has_masters = FORMATS[policy] != "float32"
         if policy == "float16":  # under the default of 2^16 its gradients would overflow
             scales = [scale or SCALES[0] for scale in scales]
         self.names = [f"p{place}" for place in range(sum(owned) + 1)]  # the last one has no optimizer yet
@@ -395,7 +395,7 @@ class Steps(RuleBasedStateMachine):
         opt, before = self.opts[place], self._bits()
         keys = set().union(*(self.sources[name] for name in self.owned[place]))
         if ODD in keys and not self.model[opt].checks:  # nobody refuses it
-            if self.clips_masters:
+            if self.has_masters:
                 return True  # what clipped the masters' gradients did not clip the model's
             self.model[opt].may_skip = True  # if another optimizer's scale made them
         group = self.groups[place]

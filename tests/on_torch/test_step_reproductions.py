@@ -131,6 +131,15 @@ def shares_one_parameter_whose_gradient_is_zeros_and_unscaled(wrap: Any, p: Any,
 
 
 @right_or_refused
+def adds_a_group_with_a_gradient_after_a_loss_that_was_partly_scaled(wrap: Any, p: Any, q: Any, r: Any) -> None:
+    a, b = wrap(sgd(p)), wrap(sgd(q), loss_scale=GROWS)
+    S(r).backward()
+    (b.scale(S(p)) + S(q)).backward()
+    a.add_param_group({"params": [r]})
+    a.step()
+
+
+@right_or_refused
 def shares_one_parameter_whose_gradient_is_set_by_hand(wrap: Any, p: Any, q: Any) -> None:
     a, b = wrap(sgd(p), loss_scale=GROWS), wrap(sgd(q, p), loss_scale=GROWS)
     a.backward(S(p))

@@ -140,6 +140,21 @@ def test_a_policy_of_a_later_region_does_not_reach_what_is_run_again(run: Run, c
     assert seen == [torch.bfloat16, torch.bfloat16]
 
 
+@pytest.mark.parametrize("run", [plain, reentrant, not_reentrant])
+def test_a_function_with_torchs_decorators_has_its_region_backward_too(run: Run) -> None:
+    softmax, seen = watched_softmax()
+
+    class Watched(torch.autograd.Function):
+        forward = staticmethod(torch.amp.custom_fwd(lambda _, x: x + softmax(x) * 0, device_type="cpu"))
+        backward = staticmethod(torch.amp.custom_bwd(lambda _, grad: grad + softmax(X) * 0, device_type="cpu"))
+
+    with polyamp.autocast(LOWER):
+        loss = run(Watched.apply, X.clone().requires_grad_()).sum()
+    with polyamp.autocast("mixed_bfloat16"):
+        loss.backward()
+    assert set(seen) == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("run", [reentrant, not_reentrant])
 def test_native_regions_are_run_again_natively(run: Run) -> None:
     fn, seen = watched_softmax()

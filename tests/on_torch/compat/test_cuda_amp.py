@@ -66,15 +66,6 @@ def test_a_disabled_region_is_the_native_one() -> None:
 
 
 @old_interface
-@pytest.mark.skipif(CUDA, reason="native regions hold for CUDA tensors")
-def test_the_cpu_has_cudas_list_in_float16() -> None:
-    with cuda_amp.autocast():
-        assert torch.exp(X @ X).dtype == torch.float32
-    with torch.autocast("cpu", dtype=torch.float16):
-        assert torch.exp(X @ X).dtype == torch.float16
-
-
-@old_interface
 @pytest.mark.parametrize("at", ["torch.cuda.amp", "torch.cuda.amp.autocast_mode"])
 def test_compiled_code_enters_the_region(at: str, session: Session) -> None:
     autocast = importlib.import_module(at).autocast

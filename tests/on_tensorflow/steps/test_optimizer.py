@@ -79,6 +79,15 @@ def test_in_a_session_scaled_steps_are_the_plain_ones_and_skipped_ones_are_none(
     assert scaled.values() == plain.values()
 
 
+def test_in_a_session_a_loss_that_is_never_finite_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    graph = Graph(wrapped)
+    with pytest.warns(polyamp.PolyampWarning, match="the loss was not finite"):
+        graph.step([np.nan] * 3)
+    for _ in range(2):
+        graph.step([np.nan] * 3)  # a second warning would be logged
+    assert not caplog.messages
+
+
 def test_in_a_session_the_result_of_a_step_is_its_tensors() -> None:
     with tf.Graph().as_default(), v1.Session() as session:
         grad, weight = v1.placeholder(tf.float32, [1]), v1.get_variable("w", initializer=tf.constant([1.0]))

@@ -1,0 +1,119 @@
+"""Random runs of a wrapped optimizer against the plain one with true gradients, on the backend that Keras runs on."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from keras import ops
+
+import polyamp
+from polyamp import LossScale
+from support.harness import same_bits
+from support.harness_keras import to_numpy
+
+pytestmark = pytest.mark.backends
+
+INNER = [
+    {},
+    {"momentum": 0.5},
+    {"clipnorm": 1.0},
+    {"global_clipnorm": 1.0},
+    {"clipvalue": 0.25},
+    {"use_ema": True, "ema_momentum": 0.5},
+    {"gradient_accumulation_steps": 2},
+]
+NUMBERS = st.sampled_from([0.0, 0.5, -1.0, 3.0, 2.0**-12, np.inf, np.nan])
+EVENTS = st.one_of(
+    st.tuples(st.just("step"), NUMBERS, NUMBERS),
+    st.tuples(st.just("unscaled"), NUMBERS, NUMBERS),
+    st.tuples(st.just("twice"), NUMBERS, NUMBERS),
+    st.tuples(st.just("reload"), st.none(), st.none()),
+    st.tuples(st.just("read"), st.none(), st.none()),
+)
+
+
+class Run:
+    """One wrapped optimizer and its plain twin, each with its own variables."""
+
+    def __init__(self, inner: dict[str, Any], scale: LossScale) -> None:
+        self.inner, self.scale = inner, scale
+        self.scaled, self.plain = ([keras.Variable([1.0]), keras.Variable([-2.0])] for _ in range(2))
+        self.opt, self.twin = self.wrapped(), keras.optimizers.SGD(0.5, **inner)
+        self.twin.build(self.plain)
+
+    def wrapped(self) -> Any:
+        opt = polyamp.wrap_optimizer(keras.optimizers.SGD(0.5, **self.inner), "mixed_float16", loss_scale=self.scale)
+        opt.build(self.scaled)
+        return opt
+
+    def grads(self, numbers: Any) -> list[Any]:
+        """Return gradients of one scaled loss."""
+        scale = float(to_numpy(self.opt.scale_loss(ops.ones(()))))
+        return [ops.array([np.float32(one * scale)]) for one in numbers]
+
+    def follow(self, numbers: Any) -> None:
+        if np.isfinite(numbers).all():
+            self.twin.apply([ops.array([one], "float32") for one in numbers], self.plain)
+
+    def step(self, *numbers: float) -> None:
+        self.opt.apply(self.grads(numbers), self.scaled)
+        self.follow(numbers)
+
+    def unscaled(self, *numbers: float) -> None:
+        self.opt.apply(self.opt.get_unscaled_gradients(self.grads(numbers)), self.scaled)
+        self.follow(numbers)
+
+    def twice(self, *numbers: float) -> None:
+        """Make the gradients of two losses, then two steps: the scale may change in between."""
+        both = [self.grads(numbers), self.grads(numbers)]
+        for grads in both:
+            self.opt.apply(grads, self.scaled)
+            self.follow(numbers)
+
+    def reload(self, *_: Any) -> None:
+        again = self.wrapped()
+        for new, old in zip(again.variables, self.opt.variables, strict=True):
+            new.assign(old.value)
+        self.opt = again
+
+    def read(self, *_: Any) -> None:
+        assert self.opt.loss_scale == polyamp.health(self.opt).scale
+        polyamp.load_loss_scale(self.opt, polyamp.save_loss_scale(self.opt))
+
+    def check(self) -> None:
+        pairs = zip(
+            [*self.scaled, *self.opt.inner_optimizer.variables], [*self.plain, *self.twin.variables], strict=True
+        )
+        for index, (one, other) in enumerate(pairs):
+            assert same_bits({"": to_numpy(one)}, {"": to_numpy(other)}), index
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    inner=st.sampled_from(INNER),
+    interval=st.sampled_from([1, 2, 2000]),
+    events=st.lists(EVENTS, min_size=1, max_size=8),
+)
+@example(inner={}, interval=1, events=[("twice", 0.5, -1.0)])
+@pytest.mark.filterwarnings("ignore::polyamp.PolyampWarning")
+def test_runs_are_those_of_the_plain_optimizer(inner: dict[str, Any], interval: int, events: list[Any]) -> None:
+    run = Run(inner, LossScale(init=2.0**10, interval=interval, max=2.0**20))
+    for name, *numbers in events:
+        getattr(run, name)(*numbers)
+        run.check()
+
+
+def test_of_a_deleted_optimizer_nothing_is_left() -> None:
+    run = Run({}, LossScale(init=2.0**10))
+    run.step(0.5, -1.0)
+    left = [weakref.ref(one) for one in (run.opt, run.opt.scaler, run.opt.scaler.losses, *run.opt.variables)]
+    del run
+    gc.collect()
+    assert not [one() for one in left if one() is not None]

@@ -214,7 +214,8 @@ class GradScaler(torch.amp.GradScaler):
             return
         seen, self._seen = list(self._seen.values()), {}
         if new_scale is not None:
-            self._scaler.set(float(new_scale), where="GradScaler.update(new_scale)")
+            scale = new_scale.item() if isinstance(new_scale, Tensor) else new_scale
+            self._scaler.set(scale, where="GradScaler.update(new_scale)")
             return
         if not seen:
             raise refusals.nothing_tested()
@@ -257,6 +258,8 @@ class GradScaler(torch.amp.GradScaler):
                 and NaN, which torch's own scaler can reach, always are.
             UsageError: an empty state, which a disabled scaler saved. With wrapped optimizers it changes nothing.
         """
+        if not isinstance(state_dict, Mapping):
+            raise refusals.bad_state("this is not a saved state", shown(state_dict), "a mapping", refusals.FIX)
         if not state_dict and not self.optimizers and self.is_enabled():
             raise refusals.empty_state()
         if not state_dict or not self.config.check:
@@ -264,7 +267,9 @@ class GradScaler(torch.amp.GradScaler):
         settings = self.config
         if not self.optimizers:
             options = {"growth": "growth_factor", "backoff": "backoff_factor", "interval": "growth_interval"}
-            settings = replace(settings, **{ours: state_dict[name] for ours, name in options.items()})
+            settings = replace(
+                settings, **{one: state_dict[name] for one, name in options.items() if name in state_dict}
+            )
         state = settings.from_state_dict(state_dict.get("polyamp", state_dict))
         self._scaler.settings = settings
         self._scaler.resume(state)
@@ -285,6 +290,8 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale and test the gradients of a plain optimizer."""
         if isinstance(optimizer, LossScaledOptimizer):
             raise refusals.scaled_twice(optimizer.inner)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise refusals.not_a(torch.optim.Optimizer, optimizer, where="GradScaler", fix="give the plain optimizer")
         gradients, scaler = Gradients(optimizer.param_groups), self._scaler
         half = [param for param in gradients.params if param.grad is not None and param.grad.dtype == torch.float16]
         if half:

@@ -125,7 +125,9 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         check_groups([param for group in optimizer.param_groups for param in group["params"]])
         named = refusals.named_tensors(named_parameters)
         self.inner: torch.optim.Optimizer = optimizer
-        self.scaler = LossScaler(loss_scale or LossScale(), compute)  # of losses without an id
+        self.scaler = LossScaler(
+            LossScale.of("dynamic" if loss_scale is None else loss_scale), compute
+        )  # of losses without an id
         self.max_grad_norm, self.fused_step, self.masters_wanted = max_grad_norm, fused_step, master_weights
         self.on_device = fused_step if self.scaler.settings.check else False  # who skips; see `update_or_skip`
         self.masters = make_masters(optimizer, master_weights)
@@ -597,8 +599,12 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """Add a group to the inner optimizer, with master weights if its parameters have 16 bits.
 
         Raises:
+            InvalidTypeError: it is not a dict.
             InvalidValueError: a parameter is in another group already.
         """
+        if not isinstance(param_group, dict):
+            fix = 'give {"params": parameters, ...}'
+            raise refusals.not_a(dict, param_group, where="add_param_group(param_group)", fix=fix)
         self.inner.add_param_group(param_group)
         try:
             if self.masters is None:

@@ -370,7 +370,11 @@ class Witness:
         if unscaled and accumulates:  # some may have arrived before this, and not all parameters have a hook
             reached = [param for param in self._parameters() if id(param) in unscaled]
             until_backward_ends(partial(self._mix, reached))
-        if owner is None or other is None or own is None:
+        if owner is None or other is None:
+            return
+        if own is None:
+            if PASSES.count > self._opened_at + 1:
+                self._look_for_unobserved(begun, other, accumulates=accumulates)
             return
         is_new = self.left is not None or not own.is_like(other)
         if is_new and (owner.first_with_gradient() is None or (self.left is not None and not self._was_used())):
@@ -383,6 +387,17 @@ class Witness:
     def _mix(self, reached: Sequence[Tensor]) -> None:
         """Note that a pass has added to gradients what no factor is right for."""
         self._mixed += [Gradient.of(param, grad) for param in reached if (grad := param.grad) is not None]
+
+    def _look_for_unobserved(self, begun: Pass, other: Scaling, *, accumulates: bool) -> None:
+        """Look for gradients of an earlier loss with another scale that were set by hand."""
+        earlier = [one for one in PASSES.since(self._opened_at) if one is not other]
+        if all(map(other.is_like, earlier)) or not self._is_filled():
+            return
+        if accumulates and all(map(earlier[0].is_like, earlier)):
+            self.scaling, self.contributors = earlier[0], [earlier[0].scaler]
+            self._bring(begun, other)
+        else:
+            self._refuse_what_is_there(mixed=True)
 
     def _bring(self, begun: Pass, other: Scaling) -> None:
         """Let what a pass adds arrive with the scale of what is there."""

@@ -131,6 +131,15 @@ def shares_one_parameter_whose_gradient_is_zeros_and_unscaled(wrap: Any, p: Any,
 
 
 @right_or_refused
+def adds_to_a_gradient_by_hand_after_the_scale_is_set(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p), loss_scale=GROWS)
+    p.grad = torch.autograd.grad(opt.scale(S(p)), p)[0].clone()
+    opt.loss_scale = 2.0
+    opt.backward(S(p))
+    opt.step()
+
+
+@right_or_refused
 def adds_a_group_with_a_gradient_after_a_loss_that_was_partly_scaled(wrap: Any, p: Any, q: Any, r: Any) -> None:
     a, b = wrap(sgd(p)), wrap(sgd(q), loss_scale=GROWS)
     S(r).backward()

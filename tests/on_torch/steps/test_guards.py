@@ -435,6 +435,9 @@ def test_the_scale_can_be_set_within_the_settings(on_device: bool) -> None:
         (lambda opt: opt.step(3), r"step\(closure\)"),
         (lambda opt: opt.scale(torch.ones(()), loss_id=[]), "loss_id="),
         (lambda opt: polyamp.wrap_optimizer(opt.inner, "fp16", named_parameters=3), "named_parameters="),
+        (lambda opt: opt.add_param_group(3), "add_param_group"),
+        (lambda _: GradScaler("cpu").step(3), "GradScaler"),
+        (lambda _: GradScaler("cpu").update("x"), "update"),
     ],
 )
 def test_arguments_of_a_wrong_type_are_refused_and_change_nothing(call: Any, where: str) -> None:

@@ -259,7 +259,8 @@ class GradScaler(torch.amp.GradScaler):
             UsageError: an empty state, which a disabled scaler saved. With wrapped optimizers it changes nothing.
         """
         if not isinstance(state_dict, Mapping):
-            raise refusals.bad_state("this is not a saved state", shown(state_dict), "a mapping", refusals.FIX)
+            kind = type(state_dict).__name__
+            raise refusals.bad_state("this is not a saved state", kind, "a mapping", refusals.FIX)
         if not state_dict and not self.optimizers and self.is_enabled():
             raise refusals.empty_state()
         if not state_dict or not self.config.check:

@@ -595,7 +595,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             self.masters.zero_grad(set_to_none)
         self.forget_gradients()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Any) -> None:
         """Add a group to the inner optimizer, with master weights if its parameters have 16 bits.
 
         Raises:

@@ -361,12 +361,7 @@ class Witness:
     def meet(self, begun: Pass, unscaled: Set[int], *, accumulates: bool) -> None:
         """Prepare for a pass that may add to the gradients, and reaches leaves with these ids without a scale."""
         owner, own, other = self._owner(), self.scaling, begun.scaling
-        if self._has_unscaled or self._is_mixed or self._was_left:
-            self._keep_after_write()
-        if self._mixed and not self._is_filled():
-            self._mixed = []
-        if self.shared:
-            self.shared = [one for one in self.shared if one[0].is_filled()]
+        self._forget_cleared()
         if unscaled and accumulates:  # some may have arrived before this, and not all parameters have a hook
             reached = [param for param in self._parameters() if id(param) in unscaled]
             until_backward_ends(partial(self._mix, reached))
@@ -383,6 +378,15 @@ class Witness:
             self._polluting = begun.task
         elif accumulates:
             self._bring(begun, other)
+
+    def _forget_cleared(self) -> None:
+        """Forget what is known of gradients that somebody has set to zeros."""
+        if self._has_unscaled or self._is_mixed or self._was_left:
+            self._keep_after_write()
+        if self._mixed and not self._is_filled():
+            self._mixed = []
+        if self.shared:
+            self.shared = [one for one in self.shared if one[0].is_filled()]
 
     def _mix(self, reached: Sequence[Tensor]) -> None:
         """Note that a pass has added to gradients what no factor is right for."""

@@ -112,19 +112,6 @@ def test_without_a_loss_scale_it_is_the_plain_optimizer_also_for_nan(options: An
     assert loops[0].optimizer.scale_loss(loss) is loss
 
 
-@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"use_ema": True, "ema_momentum": 0.5}])
-def test_a_skipped_step_is_no_part_of_accumulations_and_moving_averages(options: Any) -> None:
-    disturbed, spared = (Loop(wrapped("momentum", **options)) for _ in range(2))
-    for loop in (disturbed, spared):
-        loop.step(0)
-        if loop is disturbed:
-            loop.step(9, np.inf)
-        loop.step(1)
-        loop.optimizer.finalize_variable_values(list(loop.variables.values()))
-    assert same_bits(disturbed.weights(), spared.weights())
-    assert same_bits(disturbed.memory(), spared.memory())
-
-
 def test_missing_gradients_are_left_to_the_inner_optimizer() -> None:
     first, second = keras.Variable([1.0]), keras.Variable([1.0])
     opt = wrapped(loss_scale=LossScale.fixed(2.0))

@@ -250,7 +250,7 @@ class GradScaler(torch.amp.GradScaler):
         saved = write(vars(settings), state._asdict(), "torch")
         return saved | {"polyamp": ours} if saved and (settings.hysteresis > 1 or settings.max_skips) else saved
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Any) -> None:
         """Resume from a result of `state_dict`, or from that of torch's own scaler. A disabled scaler stays as it is.
 
         Raises:

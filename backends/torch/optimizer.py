@@ -125,9 +125,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         check_groups([param for group in optimizer.param_groups for param in group["params"]])
         named = refusals.named_tensors(named_parameters)
         self.inner: torch.optim.Optimizer = optimizer
-        self.scaler = LossScaler(
-            LossScale.of("dynamic" if loss_scale is None else loss_scale), compute
-        )  # of losses without an id
+        settings = LossScale.of("dynamic" if loss_scale is None else loss_scale)
+        self.scaler = LossScaler(settings, compute)  # of losses without an id
         self.max_grad_norm, self.fused_step, self.masters_wanted = max_grad_norm, fused_step, master_weights
         self.on_device = fused_step if self.scaler.settings.check else False  # who skips; see `update_or_skip`
         self.masters = make_masters(optimizer, master_weights)

@@ -435,6 +435,16 @@ def test_the_scale_can_be_set_within_the_settings(on_device: bool) -> None:
         (lambda opt: opt.step(3), r"step\(closure\)"),
         (lambda opt: opt.scale(torch.ones(()), loss_id=[]), "loss_id="),
         (lambda opt: polyamp.wrap_optimizer(opt.inner, "fp16", named_parameters=3), "named_parameters="),
+        (lambda opt: polyamp.wrap_optimizer(opt.inner, "fp16", named_parameters=[torch.ones(1)]), "named parameters"),
+        (lambda opt: polyamp.wrap_optimizer(opt.inner, "fp16", named_parameters=[("a", 1, 2)]), "named parameters"),
+        (lambda opt: polyamp.wrap_optimizer(opt.inner, "fp16", process_group="world"), "process group"),
+        (lambda opt: polyamp.wrap_optimizer(opt.inner, "fp16", fused_step="yes"), "fused_step"),
+        (
+            lambda opt: polyamp.wrap_optimizer(opt.inner, "fp16", norm_group=lambda _: None),
+            "clip by a norm of your own",
+        ),
+        (lambda opt: opt.clip_grad_norm_("1"), "gradient-norm limit"),
+        (lambda opt: opt.clip_grad_norm_(math.nan), "gradient-norm limit"),
         (lambda opt: opt.add_param_group(3), "add_param_group"),
         (lambda _: GradScaler("cpu").step(3), "GradScaler"),
         (lambda _: GradScaler("cpu").update("x"), "update"),
@@ -443,6 +453,6 @@ def test_the_scale_can_be_set_within_the_settings(on_device: bool) -> None:
 def test_arguments_of_a_wrong_type_are_refused_and_change_nothing(call: Any, where: str) -> None:
     opt = polyamp.wrap_optimizer(torch.optim.SGD(linear().parameters(), lr=0.1), "mixed_float16")
     before = contents(opt)
-    with pytest.raises(polyamp.errors.InvalidTypeError, match=where):
+    with pytest.raises((InvalidTypeError, InvalidValueError), match=where):
         call(opt)
     assert contents(opt) == before

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
-from polyamp.errors import InvalidTypeError, InvalidValueError
 from support.harness_torch import contents, skipping_on_device
 
 Weights = dict[str, torch.Tensor]
@@ -146,34 +145,6 @@ def test_the_scales_of_all_losses_are_saved_and_copied() -> None:
     loaded = sgd(list(weights().values()))
     loaded.load_state_dict(opt.state_dict())
     assert scales(copied) == scales(loaded) == scales(opt) == {None: 65536.0, "first": 32768.0}
-
-
-@pytest.mark.parametrize("max_norm", [math.nan, "1"])
-def test_norms_that_are_none_are_refused(max_norm: Any) -> None:
-    params = weights()
-    opt = sgd(list(params.values()))
-    opt.backward(first_loss(params))
-    before = params["a"].grad.clone()
-    with pytest.raises((InvalidValueError, InvalidTypeError), match="gradient-norm limit"):
-        opt.clip_grad_norm_(max_norm)
-    assert torch.equal(params["a"].grad, before)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"named_parameters": [torch.ones(1)]}, "named parameters"),
-        ({"named_parameters": [("a", 1, 2)]}, "named parameters"),
-        ({"process_group": "world"}, "process group"),
-        ({"fused_step": "yes"}, "fused_step"),
-        ({"norm_group": lambda param: None}, "clip by a norm of your own"),
-    ],
-)
-def test_arguments_of_the_wrong_type_are_refused(options: dict[str, Any], said: str) -> None:
-    plain = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
-    with pytest.raises(InvalidTypeError, match=said):
-        polyamp.wrap_optimizer(plain, "mixed_float16", **options)
-    assert polyamp.wrap_optimizer(plain, "mixed_float16").inner is plain
 
 
 @pytest.mark.parametrize(

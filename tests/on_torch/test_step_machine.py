@@ -87,7 +87,7 @@ class Steps(RuleBasedStateMachine):
         self, policy: str, owned: list[int], together: bool, tied: bool, scales: list[str | None], optimizer: str,
         fused_step: bool | None, max_grad_norm: float | None, with_aux: bool,
     ) -> None:  # fmt: skip
-        self.has_masters = FORMATS[policy] != "float32"
+        self.has_masters, self.clips = FORMATS[policy] != "float32", max_grad_norm is not None
         if policy == "float16":  # under the default of 2^16 its gradients would overflow
             scales = [scale or SCALES[0] for scale in scales]
         self.names = [f"p{place}" for place in range(sum(owned) + 1)]  # the last one has no optimizer yet
@@ -285,8 +285,8 @@ class Steps(RuleBasedStateMachine):
             return  # one of the losses has no graph
         if form == "inputs" or form == "grad":
             reached = {name}
-        if form == "grad":
-            if self.model[name].grad is not None:
+        if form == "grad":  # beside gradients of another scale it would have to be declared
+            if self.model[name].grad is not None or any(self.sources[one] - {key} for one in self.names):
                 return
             self.sources[name] = {ODD}
         stale = any(ODD in self.sources[own] for own in self.owned[place])  # then opt.backward is refused
@@ -394,9 +394,9 @@ class Steps(RuleBasedStateMachine):
     def _step(self, place: int, line: str, *, legal: bool, backward: bool = False) -> bool:
         opt, before = self.opts[place], self._bits()
         keys = set().union(*(self.sources[name] for name in self.owned[place]))
-        if ODD in keys and not self.model[opt].checks:  # nobody refuses it
-            if self.has_masters:
-                return True  # what clipped the masters' gradients did not clip the model's
+        if ODD in keys and self.has_masters and (self.clips or not self.model[opt].checks):
+            return True  # what clipped the masters' gradients did not clip the model's, and it may not be refused
+        if ODD in keys and not self.model[opt].checks:
             self.model[opt].may_skip = True  # if another optimizer's scale made them
         group = self.groups[place]
         exact = len(self.opts) == 1 and legal and keys == {self._key(place, "")}

@@ -172,19 +172,19 @@ def _pass_begins(scaling: Scaling, grad: Tensor) -> None:
     entry = PASSES.note(scaling)
     roots, inputs, accumulates = ((), (), True) if call is None else call
     is_one = len(roots) == 1 and is_scaled(roots[0])  # the usual pass, which starts from this loss alone
-    scalings, leaves = ((), frozenset()) if is_one else _parts_of(roots)
+    scalings, leaves = ((), {}) if is_one else parts_of(roots)
     is_alike = not leaves and all(map(scaling.is_like, scalings))
     begun = PASSES.running[task] = Pass(task, scaling if is_alike else None, entry)
     until_backward_ends(begun)
-    reached = leaves.intersection(map(id, inputs)) if inputs else leaves
+    reached = leaves.keys() & map(id, inputs) if inputs else leaves.keys()
     for witness in list(_WITNESSES):
         witness.meet(begun, reached, accumulates=accumulates)
 
 
-def _parts_of(roots: Sequence[Any]) -> tuple[list[Scaling], set[int]]:
-    """Return the scalings of the losses that a pass starts from, and the ids of leaves that it reaches without one."""
+def parts_of(roots: Sequence[Any]) -> tuple[list[Scaling], dict[int, Tensor]]:
+    """Return the scalings of the losses that a pass starts from, and the leaves that it reaches without one, by id."""
     waiting: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
-    seen, scalings, leaves = set[Any](), list[Scaling](), set[int]()
+    seen, scalings, leaves = set[Any](), list[Scaling](), dict[int, Tensor]()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -193,7 +193,7 @@ def _parts_of(roots: Sequence[Any]) -> tuple[list[Scaling], set[int]]:
         if (scaling := node.metadata.get(_SCALED)) is not None:
             scalings.append(scaling)
         elif hasattr(node, "variable"):
-            leaves.add(id(node.variable))
+            leaves[id(node.variable)] = node.variable
         else:
             waiting += [child for child, _ in node.next_functions]
     return scalings, leaves

@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
@@ -33,6 +33,7 @@ from polyamp.backends.torch.attached import Attached, attach, detach
 from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.optimizer import ALIVE, LossScaledOptimizer
+from polyamp.backends.torch.provenance import parts_of
 from polyamp.backends.torch.recording.mode import operator_of
 from polyamp.backends.torch.scale import LossScaler
 from polyamp.backends.torch.user_code import is_users
@@ -245,7 +246,8 @@ def _scale_losses(session: Session, policy: Policy) -> None:
         with ExitStack() as stack:
             if not is_inner:
                 stack.enter_context(lock)
-            reached: set[Any] = _leaves_of(losses) - hooked
+            alone = {loss for loss in losses if loss.is_leaf and loss.requires_grad}
+            reached: set[Any] = alone.union(parts_of(losses)[1].values()) - hooked
             if is_inner:  # a checkpoint passes the gradients of its own copies of inputs on to the outer pass
                 owned = {param for optimizer in ALIVE for param in optimizer.model_parameters()}
                 reached = {leaf for leaf in reached if isinstance(leaf, nn.Parameter) or leaf in owned}
@@ -272,17 +274,3 @@ def _scale_losses(session: Session, policy: Policy) -> None:
         return 1.0 if shared is None else float(shared.state.scale)
 
     session.replace(torch.autograd, "backward", backward)
-
-
-def _leaves_of(losses: Sequence[Tensor]) -> set[Tensor]:
-    """Return the leaves that a backward pass of these losses reaches, as far as the graph shows them."""
-    found = {loss for loss in losses if loss.is_leaf and loss.requires_grad}
-    waiting: list[Any] = [loss.grad_fn for loss in losses]
-    met = {None}
-    while waiting:
-        node = waiting.pop()
-        if node not in met:
-            met.add(node)
-            found |= {node.variable} if hasattr(node, "variable") else set()
-            waiting += [following for following, _ in node.next_functions]
-    return found

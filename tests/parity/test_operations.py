@@ -65,10 +65,11 @@ def keras_layers() -> set[str]:
 
 
 NEW_IN_TORCH = {"linalg_matrix_sqrth"}  # 2.15
+NEW_IN_JAX = {"log2", "one_minus_square"}  # 0.12
 NAMES: dict[str, tuple[Iterable[str], Callable[[], Iterable[str]]]] = {
     "torch": (torch_names, lambda: aten_names() | NEW_IN_TORCH),
     "torch modules": (MODULES, lambda: dir(torch.nn) + dir(torch.nn.modules.linear)),
-    "jax": (jax_names, jax_primitives),
+    "jax": (jax_names, lambda: {*jax_primitives(), *NEW_IN_JAX}),
     "tensorflow": (tensorflow_names, tensorflow_nodes),
     "keras": (keras_names, keras_layers),
     "keras activations": (ACTIVATIONS, lambda: dir(keras.activations)),

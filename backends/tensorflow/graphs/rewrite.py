@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.adapters import check_tree
 from polyamp.backends.tensorflow.devices import report_slow
 from polyamp.backends.tensorflow.graphs.capture import (
     FUNCTION,
@@ -73,6 +74,7 @@ def rewrite(
     rewritten = Rewritten(_traced_by(fn, policy), getattr(fn, "__name__", "function"), autograph=False, **options)
     functools.update_wrapper(rewritten, fn, updated=())
     if args or kwargs:
+        check_tree((args, kwargs), f"the arguments of {name_of(fn)}")  # before TensorFlow walks along every path
         rewritten.get_concrete_function(*args, **kwargs)
     return rewritten
 

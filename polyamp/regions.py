@@ -20,7 +20,7 @@ from polyamp import adapters
 from polyamp.adapters import Adapter, having
 from polyamp.errors import InvalidTypeError, UnsupportedError, brief, warn_once
 from polyamp.formats import name_of_dtype
-from polyamp.policies import Policy, as_policy, chosen_policy, enter, leave
+from polyamp.policies import Policy, as_policy, chosen_policy, current_policy, enter, leave
 from polyamp.policies import policy as make_policy
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -121,7 +121,7 @@ def _another_autocast(mistaken: Mapping[str, Any]) -> InvalidTypeError:
 class Autocast:
     """The result of `autocast` for a policy: re-entrant, usable from several threads, and a decorator."""
 
-    __slots__ = ("_backend", "_entered", "_policy")
+    __slots__ = ("_ambient", "_backend", "_modules", "_policy")
 
     def __init__(self, policy: Policy | None, backend: str | None) -> None:
         self._policy = policy
@@ -139,15 +139,20 @@ class Autocast:
         context = ambient[0].autocast_context(chosen) if one else _together(ambient, chosen)
         context.__enter__()
         enter(chosen, context, self)
-        self._entered = tuple(ambient) if self._backend is None and chosen.casts else ()
+        self._ambient, self._modules = ambient, len(sys.modules)
         return chosen
 
     def __exit__(self, *error: Any) -> None:
         leave(self).__exit__(*error)
-        if self._entered and len(now := _ambient(None)) > len(self._entered):
-            late = " and ".join(one.name for one in now if one not in self._entered)
+        if len(sys.modules) != self._modules and self._backend is None:
+            self._report_late()
+
+    def _report_late(self) -> None:
+        late = [one.name for one in _ambient(None) if one not in self._ambient]
+        if self._ambient and late and (self._policy or current_policy()).casts:  # without any it was said at the entry
+            names = " and ".join(late)
             warn_once(
-                f"{late} was imported inside polyamp.autocast, where it computes as without it. Import it before."
+                f"{names} was imported inside polyamp.autocast, where it computes as without it. Import it before."
             )
 
     def __call__(self, fn: Fn) -> Fn:
@@ -211,12 +216,13 @@ _not_loaded: set[str] = set()  # the import roots of the other adapters, when th
 
 def _ambient(backend: str | None) -> list[Adapter]:
     """Return the adapters whose autocast is entered: the named one, or else every loaded one that has it."""
+    global _ambient_of
     if backend is None and _ambient_of and sys.modules.keys().isdisjoint(_not_loaded):
         return _ambient_of
     loaded = adapters.loaded() if backend is None else [adapters.adapter_named(backend)]
     ambient = [adapter for adapter in loaded if hasattr(adapter, "autocast_context")]
     if backend is None:
-        _ambient_of[:] = ambient
+        _ambient_of = ambient
         _not_loaded.clear()
         _not_loaded.update(root for root in adapters.entries() if root not in sys.modules)
     if ambient:

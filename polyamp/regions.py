@@ -148,11 +148,10 @@ class Autocast:
             self._report_late()
 
     def _report_late(self) -> None:
-        late = [one.name for one in _ambient(None) if one not in self._ambient]
+        late = " and ".join(one.name for one in _ambient(None) if one not in self._ambient)
         if self._ambient and late and (self._policy or current_policy()).casts:  # without any it was said at the entry
-            names = " and ".join(late)
             warn_once(
-                f"{names} was imported inside polyamp.autocast, where it computes as without it. Import it before."
+                f"{late} was imported inside polyamp.autocast, where it computes as without it. Import it before."
             )
 
     def __call__(self, fn: Fn) -> Fn:

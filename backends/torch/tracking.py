@@ -8,6 +8,7 @@ list is ``[model, model[1], model[1][0]]`` and has the path ``1.0``.
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 import weakref
@@ -19,6 +20,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from polyamp.backends.torch import unstable
+
+_IGNORED = ("ignore", re.compile(r"Using `torch.compile\(module\)` when there are global hooks"), Warning, None, 0)
 
 
 class ModuleHooks:
@@ -32,7 +35,6 @@ class ModuleHooks:
         self._lock = threading.RLock()  # a graph may end anywhere
         self._users = 0
         self._handles: list[Any] = []
-        self._filters: list[Any] = []
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._stays = False
 
@@ -41,9 +43,7 @@ class ModuleHooks:
             self._users += 1
             if not self._handles:
                 # The warning does not apply here: the hooks ignore the wrapper that torch.compile(module) returns.
-                before = list(warnings.filters)
-                warnings.filterwarnings("ignore", r"Using `torch.compile\(module\)` when there are global hooks")
-                self._filters = [one for one in warnings.filters if one not in before]
+                warnings.filters.insert(0, _IGNORED)  # type: ignore[attr-defined]
                 first = register_module_forward_pre_hook(self._before)
                 self._handles = [first, register_module_forward_hook(self._after, always_call=True)]
 
@@ -58,9 +58,8 @@ class ModuleHooks:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for one in self._filters:
-            if one in warnings.filters:
-                warnings.filters.remove(one)  # type: ignore[attr-defined]
+        if _IGNORED in warnings.filters:  # somebody may have replaced them
+            warnings.filters.remove(_IGNORED)  # type: ignore[attr-defined]
 
     def stay(self) -> None:
         """Keep the hooks for good."""

@@ -16,10 +16,10 @@ from polyamp.errors import UnsupportedError
 SIXTEEN_BIT = (tf.float16, tf.bfloat16)
 
 
-def mapvalues_of(function: Callable[[Any], Any], grad: Any) -> Any:
+def map_values(function: Callable[[Any], Any], grad: Any) -> Any:
     """Apply ``function`` to a gradient's values: all of a dense one, the stored rows of a sparse one; None stays None.
 
-    >>> mapvalues_of(lambda values: values * 2, tf.ones(2)).numpy()
+    >>> map_values(lambda values: values * 2, tf.ones(2)).numpy()
     array([2., 2.], dtype=float32)
     """
     if grad is None:
@@ -41,12 +41,12 @@ def divided(grads: Sequence[Any], divisor: tf.Tensor) -> list[Any]:
         wide = tf.cast(values, tf.float32) if values.dtype in SIXTEEN_BIT else values
         return wide / tf.cast(divisor, wide.dtype)
 
-    return [mapvalues_of(divide, grad) for grad in grads]
+    return [map_values(divide, grad) for grad in grads]
 
 
 def as_dtype(grad: Any, dtype: tf.DType) -> Any:
     """Return a gradient in its variable's dtype: with another dtype, TensorFlow's update kernels crash the process."""
-    return mapvalues_of(lambda values: tf.cast(values, dtype), grad)
+    return map_values(lambda values: tf.cast(values, dtype), grad)
 
 
 def excess(grads: Sequence[Any], limit: float) -> tf.Tensor:
@@ -59,7 +59,7 @@ def values_of(grads: Sequence[Any]) -> list[tf.Tensor]:
     """Return the values of the gradients that are not None."""
     found: list[tf.Tensor] = []
     for grad in grads:
-        mapvalues_of(found.append, grad)
+        map_values(found.append, grad)
     return found
 
 

@@ -149,7 +149,7 @@ class Autocast:
 
     def _report_late(self) -> None:
         late = " and ".join(one.name for one in _ambient(None) if one not in self._ambient)
-        if self._ambient and late and (self._policy or current_policy()).casts:  # without any it was said at the entry
+        if self._ambient and late and (self._policy or current_policy()).casts:  # without any the entry reported it
             warn_once(
                 f"{late} was imported inside polyamp.autocast, where it computes as without it. Import it before."
             )

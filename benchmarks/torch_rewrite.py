@@ -84,7 +84,6 @@ class Way:
             "float32": self._compiled,
             "autocast": lambda: self._autocast(getattr(torch, low)),
             "rewrite": lambda: self._rewritten(low),
-            "backend": lambda: self._backend(low),
         }
         torch._dynamo.reset()
         start = time.perf_counter()
@@ -112,11 +111,8 @@ class Way:
     def _rewritten(self, low: str) -> Any:
         return torch.compile(polyamp.rewrite(self.model, self.x, policy=f"mixed_{low}"))
 
-    def _backend(self, low: str) -> Any:
-        return torch.compile(self.model, backend="polyamp", options={"policy": f"mixed_{low}"})
 
-
-WAYS = ("autocast", "float32", "rewrite", "backend")
+WAYS = ("autocast", "float32", "rewrite")
 
 
 def rows(name: str, low: str, scale: int, rounds: int) -> list[Row]:
@@ -131,7 +127,7 @@ def rows(name: str, low: str, scale: int, rounds: int) -> list[Row]:
     timings = compared(name, {timing.variant: timing.microseconds for timing in taken}, BASE)
     totals = polyamp.explain(model, x, policy=f"mixed_{low}").totals
     saved = {"rewrite": totals["bytes_saved"], "float32": totals["bytes_saved_float32"]}
-    saved |= {"backend": saved["rewrite"], "autocast": autocast_saved(model, x, low)}
+    saved["autocast"] = autocast_saved(model, x, low)
     return [
         {"model": name, "format": low, "way": timing.variant, **step(timing)}
         | {"first_call_s": round(ways[timing.variant].first_call_s, 2), "saved_bytes": saved[timing.variant]}

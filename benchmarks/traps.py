@@ -94,12 +94,11 @@ the format.
 Programs that each engine keeps:
 """
 MIDDLE = """
-`torch rewrite` and `torch compile` are `polyamp.rewrite` and `torch.compile(backend="polyamp")`. `torch autocast`, `JAX
-autocast` and `TensorFlow autocast` are `polyamp.autocast`. The others are PyTorch's own `torch.autocast` for CPUs, JAX
-with products in 16 bits and everything else by promotion, as in flax layers with `dtype=`, and TensorFlow's own graph
-pass. polyamp's autocast for PyTorch keeps the formats of native autocast, so that it costs the same. So it also loses
-what native autocast loses, except for operations that CUDA's list covers. `rewrite` and `backend="polyamp"` see the
-whole program and follow [the flow rule](flow_rule.md).
+`torch.autocast` is PyTorch's own, for CPUs. `flax dtype=` is JAX with products in 16 bits and everything else by
+promotion, as flax layers do. `TensorFlow's pass` is TensorFlow's own graph pass. The others are polyamp's.
+Its autocast for PyTorch keeps the formats of native autocast, so that it costs the same. So it also loses what native
+autocast loses, except for operations that CUDA's list covers. `rewrite` sees the whole program and follows [the flow
+rule](flow_rule.md).
 
 An empty cell means that both formats keep the program. Otherwise it shows the loss, such as an error in percent of the
 length of the result.

@@ -264,14 +264,14 @@ def check_callable(value: object, *, where: str, allowed: str, fix: str) -> None
         raise wrong_type(value, where=where, allowed=allowed, fix=fix, what="this cannot be called")
 
 
-def did_you_mean(found: object, known: Iterable[str], cutoff: float = 0.5) -> str:
+def did_you_mean(found: object, known: Iterable[str]) -> str:
     """Return the known name nearest to a wrong one, as a sentence; empty if none is near."""
     from difflib import get_close_matches  # only an error needs it
 
     if not isinstance(found, str):
         return ""
     by_lower = {name.lower(): name for name in known}
-    nearest = get_close_matches(found[:80].lower(), by_lower, n=1, cutoff=cutoff)
+    nearest = get_close_matches(found[:80].lower(), by_lower, n=1, cutoff=0.5)
     return f"did you mean {by_lower[nearest[0]]}? " if nearest else ""
 
 

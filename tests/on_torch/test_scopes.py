@@ -57,11 +57,6 @@ def rewritten(model: nn.Module, policy: Any) -> Callable[[Tensor], Tensor]:
     return polyamp.rewrite(model, X, policy=policy)
 
 
-def compiled(model: nn.Module, policy: Any) -> Callable[[Tensor], Tensor]:
-    torch._dynamo.reset()
-    return torch.compile(model, backend="polyamp", options={"policy": policy, "backend": "eager"})
-
-
 def compiled_in_autocast(model: nn.Module, policy: Any) -> Callable[[Tensor], Tensor]:
     torch._dynamo.reset()
     return polyamp.autocast(torch.compile(model, backend="eager"), policy)
@@ -72,7 +67,7 @@ def converted(model: nn.Module, policy: polyamp.Policy) -> Callable[[Tensor], Te
     return polyamp.convert(model, stored)
 
 
-ENGINES = [under_autocast, rewritten, compiled, compiled_in_autocast, converted]
+ENGINES = [under_autocast, rewritten, compiled_in_autocast, converted]
 # All products by the sizes of their results: of the body, of the head itself, of what is deeper, behind it.
 PARTS = {
     "body": {(2, 4): 1, (4, 4): 1},
@@ -101,7 +96,7 @@ def _sizes(part: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize("engine", ENGINES[:4])
+@pytest.mark.parametrize("engine", ENGINES[:-1])
 def test_a_name_at_the_end_is_about_the_scope_itself(engine: Any) -> None:
     model = Model()
     run = engine(model, polyamp.policy("mixed_bfloat16", rules={"head/matmul": "full"}))

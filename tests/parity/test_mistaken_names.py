@@ -114,17 +114,6 @@ def test_under_bfloat16_only_an_optimizer_has_a_dynamic_loss_scale(framework: st
     polyamp.wrap_optimizer(PLAIN[framework](), "mixed_bfloat16", loss_scale=loss_scale)
 
 
-# --- torch.compile ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["polic", "Policy", "backends"])
-def test_misspelt_options_of_torch_compile(name: str) -> None:
-    options = {name: "mixed_bfloat16", "backend": "eager"}
-    fast = torch.compile(torch.nn.Linear(2, 2), backend="polyamp", options=options)
-    with pytest.raises(Exception, match=r"option that does not exist here(?s:.)*did you mean (policy|backend)[?]"):
-        fast(torch.ones(1, 2))
-
-
 # --- options that a framework lacks -----------------------------------------------------------------------------------
 
 OPTIONS = {

@@ -58,12 +58,12 @@ def autocast(policy: Policy | str) -> Entered | AbstractContextManager[None]:
 class Entered(ContextDecorator):
     """The context manager that `autocast` returns outside of compiled code."""
 
-    def __init__(self, policy: Policy, *, reports: bool = True) -> None:
-        self._policy, self._reports = policy, reports
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
         self._entered: list[regions.Frame] = []
 
     def _recreate_cm(self) -> Entered:
-        return Entered(self._policy, reports=self._reports)
+        return Entered(self._policy)
 
     @unstable.never_compiled
     def __enter__(self) -> None:
@@ -85,7 +85,7 @@ class Entered(ContextDecorator):
         regions.leave(frame)
         if frame.region is not None and frame.region.rules:
             path_rules.HOOKS.__exit__()
-            if error[0] is None and self._reports:
+            if error[0] is None:
                 path_rules.report_unused(frame.region)
 
 

@@ -17,8 +17,6 @@ import re
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast import overrides, regions
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES, MARKED, Marks, Region, mark_of, marks_here, set_marks
 from polyamp.backends.torch.tracking import ModuleHooks, paths_in
-from polyamp.errors import UnsupportedError, warn_once
+from polyamp.errors import UnsupportedError
 from polyamp.flow import Rule
 from polyamp.operations import OPERATIONS
 
@@ -121,23 +119,9 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.running: list[tuple[nn.Module, regions.Frame | None]] = []  # outermost first, with the region entered
         self.traced: list[tuple[int, Marks]] = []
-        self.planned = 0  # running calls of compiled code whose graphs apply these rules without the hooks
 
 
 _here = _Thread()
-
-
-@contextmanager
-def around_graphs(root: nn.Module | None) -> Iterator[None]:
-    """Surround a call of compiled code whose graphs apply the rules; the hooks only apply them between the graphs."""
-    region = regions.current()
-    if root is not None and region is not None:
-        _region_in(root, region, root)  # paths start here, also those of parts that are called alone
-    _here.planned += 1
-    try:
-        yield
-    finally:
-        _here.planned -= 1
 
 
 @unstable.never_compiled
@@ -210,19 +194,13 @@ def _marks_within(module_id: int) -> Marks | None:
     if inside is None:
         return None
     if not unstable.traces_dtype_of_autocast():
-        if not _here.planned:
-            raise UnsupportedError(
-                "rules by the path of a module need a newer torch in compiled code",
-                where=f"the call of a {type(module).__name__} that such a rule matches, under torch.compile",
-                found=f"torch {torch.__version__}",
-                allowed="torch 2.13",
-                fix='use torch.compile(model, backend="polyamp"), which applies them in the graph',
-            )
-        warn_once(
-            f"before torch 2.11 rules by the path of a module do not hold in a {type(module).__name__} that receives "
-            "16-bit values between two graphs of compiled code."
+        raise UnsupportedError(
+            "rules by the path of a module need a newer torch in compiled code",
+            where=f"the call of a {type(module).__name__} that such a rule matches, under torch.compile",
+            found=f"torch {torch.__version__}",
+            allowed="torch 2.13",
+            fix="compile polyamp.rewrite(model, *inputs), which applies them in the graph",
         )
-        return None
     outside = marks_here()
     _here.traced.append((module_id, outside))
     unstable.when_tracing_ends(lambda: set_marks(outside))

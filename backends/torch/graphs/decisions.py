@@ -13,13 +13,14 @@ For each node the pass keeps what is `Known` of its value in the new graph, whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
+from torch.utils.checkpoint import checkpoint
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.dtypes import DTYPES
@@ -78,12 +79,11 @@ class Pass:
         attributes: Attributes,
         *,
         operations: list[PlannedOperation],
-        checkpoint: Callable[..., Any] | None = None,
         off: int = 0,
     ) -> None:
         self.module, self.decider, self.graph, self.attributes = module, decider, graph, attributes
         self._low = DTYPES[decider.compute]
-        self.operations, self.checkpoint = operations, checkpoint
+        self.operations = operations
         self._off = off  # how many regions turn autocast off here
         self.known: dict[Node, Known] = dict(arguments)
         self.aliases, self._sameness = Aliases(module.graph), Sameness()
@@ -322,9 +322,8 @@ class Pass:
         """Decide the body of a checkpoint. Its casts are inside, so they are recomputed with it."""
         body, *given = cast(tuple[Any, ...], node.args)
         held, results = self._decide_body(body, given, as_declared=False)
-        options = {**node.kwargs, "use_reentrant": False} if self.checkpoint else node.kwargs
-        inputs = map(self._node_of, given)
-        call = self.graph.create_node("call_function", self.checkpoint or node.target, (held, *inputs), options)
+        options = {**node.kwargs, "use_reentrant": False}
+        call = self.graph.create_node("call_function", checkpoint, (held, *map(self._node_of, given)), options)
         call.meta = dict(node.meta)
         fakes = tuple(known.fake for known in results)
         return Known(call, fakes, node.meta.get("example_value"), [known.value for known in results])
@@ -352,9 +351,9 @@ class Pass:
         for placeholder, argument in zip(captured.graph.find_nodes(op="placeholder"), given, strict=True):
             outer = self.known[argument] if isinstance(argument, Node) else Known(argument, argument, argument)
             arguments[placeholder] = outer._replace(node=graph.node_copy(placeholder))
-        attributes, operations = self.attributes, self.operations
-        options: dict[str, Any] = {"checkpoint": self.checkpoint, "off": self._off}
-        passed = Pass(captured, self.decider, graph, arguments, attributes, operations=operations, **options)
+        passed = Pass(
+            captured, self.decider, graph, arguments, self.attributes, operations=self.operations, off=self._off
+        )
         results = passed.results(as_declared=as_declared)
         passed.finish(results)
         called = GraphModule(self.attributes, graph, "Body")

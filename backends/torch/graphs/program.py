@@ -12,7 +12,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils.checkpoint import checkpoint
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
@@ -84,9 +83,7 @@ class _Writer:
     def written(self, operations: list[PlannedOperation], names: Sequence[str]) -> Graph:
         """Return the graph, with these names for its arguments."""
         module, arguments = self.captured.module, self._arguments()
-        passed = Pass(
-            module, self.decider, self.graph, arguments, self.attributes, operations=operations, checkpoint=checkpoint
-        )
+        passed = Pass(module, self.decider, self.graph, arguments, self.attributes, operations=operations)
         computed = dict(zip(map(id, self.captured.outputs), passed.results(), strict=True))
         leaves = [self._result(leaf, computed) for leaf in self.captured.results]
         passed.finish(leaves)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +18,6 @@ from polyamp.backends.torch.graphs.program import Program, check_no_autocast, mo
 from polyamp.backends.torch.graphs.writing import HOLDER
 from polyamp.backends.torch.user_code import users_level
 from polyamp.errors import InvalidTypeError, UsageError, check_compute, not_traced, warn_once
-from polyamp.flow import Rule
 from polyamp.formats import format_of
 from polyamp.plan import Decider, Plan, report_nothing_lowered, report_refused, report_unused
 from polyamp.policies import Policy
@@ -206,12 +205,7 @@ _INSTEAD = {
 def report(decider: Decider, name: str) -> None:
     """Report once what had no effect in the graph of a function with this name."""
     policy, level = decider.policy, users_level()
-    report_rules(decider.unused, policy, name)
+    report_unused(decider.unused, where=name, paths="a module", of=policy, stacklevel=level)
     report_refused(decider.refused, where=name, of=policy, stacklevel=level)
     if format_of(policy.compute).is_low and not decider.lowered:
         report_nothing_lowered("rewrite", policy.compute, where=name, stacklevel=level)
-
-
-def report_rules(rules: Iterable[Rule], policy: Policy, name: str) -> None:
-    """Report once each rule that matched nothing in what has this name."""
-    report_unused(rules, where=name, paths="a module", of=policy, stacklevel=users_level())

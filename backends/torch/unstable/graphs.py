@@ -59,7 +59,7 @@ def capturing(code: Any, backend: Any) -> Iterator[None]:
         _forget_guards(code)
         dynamo.reset_code(code)  # type: ignore[attr-defined]
         kept: dict[int, Any] = getattr(dynamo.eval_frame, "cached_backends", {})
-        for key in [key for key, one in kept.items() if _backend_in(one) is backend]:
+        for key in [key for key, one in kept.items() if getattr(one, "compiler_fn", None) is backend]:
             del kept[key]
 
 
@@ -92,97 +92,6 @@ def capture_errors() -> tuple[tuple[type[Exception], ...], type[Exception]]:
     from torch._dynamo import exc
 
     return (exc.Unsupported, exc.UserError), exc.TorchRuntimeError
-
-
-def give_context(backend: Any, context_for: Callable[[Any, Any], Callable[[], Any]]) -> None:
-    """Enter a context around each call of a function that a backend compiled."""
-    # Dynamo's own attribute ``backend_ctx_ctor`` is not available to arguments of `torch.compile`, and its context is
-    # left at the point where the state of autocast is restored once more. So this wraps the functions that Dynamo
-    # makes.
-    from torch._dynamo.eval_frame import _TorchDynamoContext
-
-    original = _TorchDynamoContext.__call__
-
-    @wraps(original)
-    def call(self: Any, fn: Any) -> Any:
-        made, options = original(self, fn), _options_of(self, backend)
-        if options is None or not inspect.isfunction(made):
-            return made  # a module calls its own forward, which is compiled through here too
-        context = context_for(options, fn)
-
-        @wraps(made)
-        def called(*args: Any, **kwargs: Any) -> Any:
-            with context():
-                return made(*args, **kwargs)
-
-        _leave_to_python(called.__code__)  # type: ignore[attr-defined]
-        return called
-
-    _TorchDynamoContext.__call__ = call  # type: ignore[method-assign]
-
-
-def _options_of(context: Any, backend: Any) -> Any:
-    """Return a backend's keyword arguments from one of Dynamo's contexts; None for other backends."""
-    found = _innermost(getattr(context, "callback", None))
-    return getattr(found, "kwargs", {}) if _backend_in(found) is backend else None
-
-
-def _innermost(callback: Any) -> Any:
-    """Return the backend inside all of Dynamo's wrappers."""
-    while hasattr(callback, "_torchdynamo_orig_backend"):
-        callback = callback._torchdynamo_orig_backend
-    return callback
-
-
-def _backend_in(callback: Any) -> Any:
-    found = _innermost(callback)
-    return getattr(found, "compiler_fn", found)
-
-
-def call_around_tracing(begins: Callable[[], None], ends: Callable[[], None]) -> None:
-    """Call functions when Dynamo begins to trace a frame, and when it has traced it or has given up."""
-    # Dynamo has callbacks for its compilations, but ``torch._dynamo.reset`` drops them. Before the end callback it
-    # compares the thread's state with that at the start; the hook for bytecode runs before that.
-    import torch._dynamo as dynamo
-    from torch._dynamo.convert_frame import register_bytecode_hook
-
-    handler = dynamo.callback_handler  # type: ignore[attr-defined]
-    if _begun not in handler.start_callbacks:
-        handler.register_start_callback(_begun)
-        handler.register_end_callback(_ended)
-    if not _around:
-        register_bytecode_hook(lambda code, new: _ended(None))
-    _around[begins] = ends
-
-
-_around: dict[Callable[[], None], Callable[[], None]] = {}
-
-
-def _begun(_: Any) -> None:
-    for begins in _around:
-        begins()
-
-
-def _ended(_: Any) -> None:
-    for ends in _around.values():
-        ends()
-
-
-def traced_values() -> list[Any]:
-    """Return the values of the variables in the frame that Dynamo is tracing; only available in its callbacks."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_compile" and "locals" in frame.f_locals:
-            return [*frame.f_locals["locals"].values(), *(frame.f_locals.get("closure") or ())]
-        frame = frame.f_back
-    return []
-
-
-def graph_breaks() -> int:
-    """Return the number of graph breaks in this process."""
-    from torch._dynamo.utils import counters
-
-    return sum(counters["graph_break"].values())
 
 
 def drop_source(file: str) -> None:
@@ -232,11 +141,6 @@ def same_symbol(one: Any, other: Any) -> bool:
     return isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt) and one.node.expr == other.node.expr
 
 
-def is_static_input(node: Any) -> bool:
-    """Return whether Dynamo took a graph's input from a module's parameters and buffers, and not from a call."""
-    return "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
-
-
 def with_trees(graph: Any, names: Sequence[str], in_spec: Any, out_spec: Any) -> None:
     """Make a graph take named arguments and return results that are pytrees, as exported modules do."""
     from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
@@ -276,15 +180,11 @@ def constant_when_compiled(fn: Method) -> Method:
 def never_compiled(fn: Method) -> Method:
     """Make Dynamo run the frames of a function and of its calls in Python; inlined calls are not affected."""
     # `torch.compiler.disable` imports Dynamo, and is itself a frame and a graph break.
-    _leave_to_python(inspect.unwrap(fn).__code__)
-    return fn
-
-
-def _leave_to_python(code: Any) -> None:
     from torch._C._dynamo import eval_frame
 
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    eval_frame.set_code_exec_strategy(code, skip)
+    eval_frame.set_code_exec_strategy(inspect.unwrap(fn).__code__, skip)
+    return fn
 
 
 def when_tracing_ends(undo: Callable[[], None]) -> None:

@@ -88,6 +88,17 @@ def test_results_parameters_and_buffers_are_as_the_modules(name: str) -> None:
     assert list(rewritten.state_dict()) == list(model.state_dict())
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of Dynamo and inductor
+@pytest.mark.parametrize(("name", "backend"), [("conv", "aot_eager"), ("gpt", "aot_eager"), ("mlp", "inductor")])
+def test_torch_compile_compiles_it(name: str, backend: str) -> None:
+    model, args, rewritten = made(name)
+    results, grads = run(torch.compile(rewritten, backend=backend, fullgraph=True), model, args)
+    expected, exact = run(rewritten, model, args)
+    assert error(results, expected) <= 0.01
+    assert error(grads, exact) <= 0.02
+
+
 def test_batch_statistics_are_updated_once_a_call() -> None:
     model, args = case("conv")
     twin = copy.deepcopy(model)

@@ -46,11 +46,6 @@ def outcome(run: Callable[..., Any], model: Layer, args: tuple[Any, ...]) -> tup
     return result.detach(), model.weight.grad.clone()
 
 
-def compiled(model: nn.Module, low: str) -> Any:
-    torch.compiler.reset()
-    return torch.compile(model, backend="polyamp", options={"policy": f"mixed_{low}", "backend": "eager"})
-
-
 LABELS, TARGETS = torch.full((4, 8), 100_000), torch.full((4, 8), 1000.1)
 MASK = torch.zeros(4, 8)
 MASK[:2] = -1e9
@@ -71,14 +66,14 @@ KEPT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], float]] = {
 }
 
 
-@pytest.mark.parametrize(("engine", "low"), [("rewrite", "bfloat16"), ("compile", "float16")])
+@pytest.mark.parametrize("low", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", KEPT)
-def test_what_float32_keeps_is_kept(name: str, low: str, engine: str) -> None:
+def test_what_float32_keeps_is_kept(name: str, low: str) -> None:
     function, others, factor = KEPT[name]
     model, args = Layer(function), (X * factor, *others)
     exact = outcome(model, model, args)
-    run = rewrite(model, *args, policy=f"mixed_{low}") if engine == "rewrite" else compiled(model, low)
-    for ours, theirs in zip(outcome(run, model, args), exact, strict=True):
+    rewritten = rewrite(model, *args, policy=f"mixed_{low}")
+    for ours, theirs in zip(outcome(rewritten, model, args), exact, strict=True):
         assert ours.isfinite().all()
         assert (ours - theirs).norm() <= 24 * FORMATS[low] * theirs.norm() + 1e-6
 

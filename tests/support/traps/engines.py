@@ -99,14 +99,6 @@ def torch_rewrite(trap: Trap, low: str) -> Outcome:
     return torch_outcome(module, torch_backend.rewrite(module, *torch_inputs(trap), policy=f"mixed_{low}"))
 
 
-def torch_compile(trap: Trap, low: str) -> Outcome:
-    module = Module(trap)
-    torch.compiler.reset()
-    return torch_outcome(
-        module, torch.compile(module, backend="polyamp", options={"policy": f"mixed_{low}", "backend": "eager"})
-    )
-
-
 # --- JAX --------------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +180,6 @@ def tensorflow_native(trap: Trap, low: str) -> Outcome:
 
 ENGINES: dict[str, Engine] = {
     "torch rewrite": torch_rewrite,
-    "torch compile": torch_compile,
     "torch autocast": torch_autocast,
     "torch.autocast": torch_native,
     "JAX autocast": jax_autocast,

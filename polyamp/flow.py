@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from polyamp.errors import InvalidTypeError, InvalidValueError, did_you_mean, shown
 from polyamp.formats import format_of
 from polyamp.operations import CLASSES, OPERATIONS
+from polyamp.readers import ACCUMULATES, READ_IN_FULL
 
 # --- a policy's rules -------------------------------------------------------------------------------------------------
 
@@ -147,6 +148,8 @@ NO_FLOATS = "no floating-point input"
 # - ``normalized``: a low value that is still held in float32, between a norm's mean and the end of its affine part
 # - ``saturated``: a low value: a function that comes close to 0 or 1 and stays there, such as a sigmoid, or 1 minus it
 # - ``pointwise``: a low value: a cheap function of one low value, such as abs
+# - ``weights``: a constant array without negative elements, such as the window of a filter
+# - ``average``: a low value: a pool, a product with such weights, or what was computed of these alone
 
 
 class Value(NamedTuple):
@@ -176,19 +179,23 @@ def constant(magnitudes: Iterable[float], compute: str) -> Value:
     return Value(unfit=f"constant {unfit:.4g} is {'beyond' if abs(unfit) > 1 else 'lost in'} {target.name}")
 
 
-def magnitude(values: Any) -> float:
-    """Return the number that a format must hold: a scalar itself, or the largest finite magnitude in an array."""
+def table(values: Any, compute: str, *, divides: bool = False) -> Value:
+    """Return the facts about a constant array; ``divides``: also its small elements count, as those of a divisor do."""
     import numpy
 
     array = numpy.asarray(values)
     if array.size == 1:
-        return float(array.reshape(()))
-    return float(numpy.max(numpy.abs(array), initial=0, where=numpy.isfinite(array)))
+        return constant([float(array.reshape(()))], compute)
+    sizes = numpy.abs(array[numpy.isfinite(array) & (array != 0)])
+    ends = [sizes.max(), sizes.min()][: 1 + divides] if sizes.size else []
+    found = constant(map(float, ends), compute)
+    return found if found.unfit or not (array >= 0).all() else found._replace(role="weights")
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
 
 _SATURATING = frozenset({"sigmoid", "tanh", "erf"})
+_PRODUCTS = frozenset({"matmul", "conv"})
 _POINTWISE = frozenset(
     {"add", "sub", "mul", "div", "neg", "abs", "relu", "sqrt", "where", "clip", "maximum", "minimum"}
     | {"reshape", "broadcast", "transpose", "slice", "gather", "identity"}
@@ -214,8 +221,25 @@ class Flow(NamedTuple):
         return self.output.state == "low" and self.output.role != "normalized"
 
 
-def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: str, *, gradient: bool = False) -> Flow:
-    """Decide one operation. Pure: the same arguments give the same answer in every framework."""
+def flow(
+    operation: str,
+    decision: Decision,
+    inputs: Sequence[Value],
+    compute: str,
+    *,
+    gradient: bool = False,
+    held: str = "",
+) -> Flow:
+    """Decide one operation. Pure: the same arguments give the same answer in every framework.
+
+    Args:
+        operation: its canonical name.
+        decision: its class, and why.
+        inputs: the facts about its floating inputs, in order.
+        compute: the compute format.
+        gradient: whether it is part of a backward pass.
+        held: what `polyamp.readers.look` found about its result.
+    """
     # The classes of operations:
     #
     # - ``lower`` returns low values, and ``full`` returns strong ones.
@@ -228,7 +252,7 @@ def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: s
     # Exceptions: an input that the compute format cannot hold forces float32, and so does the result of moving or
     # multiplying such an input. An operation that is ``full`` only because of its range is ``full`` only in formats
     # with a range narrower than that of float32. A norm that is written out returns low values, but is computed in
-    # float32 (see the end of this file).
+    # float32 (see the end of this file). A product with constant weights is an average: it follows strong data.
     #
     # Source: the classes are those of `polyamp.operations`. TensorFlow's pass also distinguishes values that are
     # float32 by declaration from values that need float32: it paints a whole graph
@@ -238,7 +262,7 @@ def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: s
     if decision.op_class == "keep" or foreign:
         return _as_written(decision, inputs, foreign)
     unfit = next((value.unfit for value in inputs if value.unfit), "")
-    chosen = _by_class(operation, decision, inputs, compute, gradient)
+    chosen = _by_class(operation, decision, inputs, compute, gradient, held)
     if unfit and (chosen.output.state == "low" or decision.op_class == "follow"):
         chosen = _strong("a constant", unfit)
     is_low = chosen.output.state == "low" and chosen.format == compute
@@ -246,8 +270,8 @@ def flow(operation: str, decision: Decision, inputs: Sequence[Value], compute: s
     role = statistic(operation, inputs) if chosen.output.state == "strong" else role
     moves = decision.op_class in ("neutral", "promote") or operation == "mul"
     output = chosen.output._replace(unfit=unfit if moves and not role else "", role=role)
-    is_guarded = bool(unfit) or chosen.reason == _NEXT_TO_INPUT
-    return Flow(chosen.format, output, chosen.reason, () if is_low else _anew(decision, inputs, is_guarded))
+    anew = () if is_low else _anew(operation, decision, inputs, chosen, unfit)
+    return Flow(chosen.format, output, chosen.reason, anew)
 
 
 def specific(operation: str, *, of_itself: bool = False, over: bool = False) -> str:
@@ -260,15 +284,22 @@ def specific(operation: str, *, of_itself: bool = False, over: bool = False) -> 
 _NEXT_TO_INPUT = "next to an input"
 
 
-def _by_class(operation: str, decision: Decision, inputs: Sequence[Value], compute: str, gradient: bool) -> Flow:
-    """Decide by the class alone. A low result may be computed in float32."""
+def _by_class(
+    operation: str, decision: Decision, inputs: Sequence[Value], compute: str, gradient: bool, held: str
+) -> Flow:
+    """Decide by the class and what is known of the result. A low result may be computed in float32."""
     op_class, by_table = decision.op_class, decision.reason == TABLE
+    if by_table and _is_held(operation, op_class, inputs, held):
+        return _strong(operation, held)
     if by_table and _overflows(operation, compute):
         return _strong(operation, f"{operation} leaves the range of {compute}")
     if op_class in ("follow", "neutral") and normalizes(operation, inputs, gradient):
         maker = next(value.maker for value in inputs if value.state == "low")
         return Flow("float32", Value("low", maker, role="normalized"), "inside a norm")
     if op_class == "lower":
+        strong = _first(inputs, "strong")
+        if by_table and strong and _averages(operation, inputs):
+            return _strong(strong.maker, f"an average, after {strong.maker}")
         return Flow(compute, Value("low", operation), decision.reason)
     if op_class == "full":
         return _strong(operation, decision.reason)
@@ -281,6 +312,18 @@ def _by_class(operation: str, decision: Decision, inputs: Sequence[Value], compu
     if op_class == "promote" and {value.state for value in inputs} == {"low", "weak"}:
         return Flow("float32", WEAK, "its widest input is float32")
     return _follow(inputs, compute)
+
+
+def _is_held(operation: str, op_class: str, inputs: Sequence[Value], held: str) -> bool:
+    """Return whether an operation is in float32 because of what becomes of its result."""
+    if held == ACCUMULATES:
+        return op_class in ("follow", "neutral", "promote")
+    return held == READ_IN_FULL and operation == "mul" and all(value.state == "low" for value in inputs[:2])
+
+
+def _averages(operation: str, inputs: Sequence[Value]) -> bool:
+    """Return whether an operation is an average with constant weights."""
+    return operation == "avg_pool" or (operation in _PRODUCTS and any(value.role == "weights" for value in inputs))
 
 
 def _strong(maker: str, reason: str) -> Flow:
@@ -326,19 +369,26 @@ def _role(operation: str, decision: Decision, inputs: Sequence[Value]) -> str:
     """Return the role of the result of an operation that runs in the compute format."""
     if operation in _SATURATING:
         return "saturated"
+    if _averages(operation, inputs):
+        return "average"
     low = [value for value in inputs if value.state == "low"]
     if decision.op_class not in ("follow", "neutral") or operation not in _POINTWISE or not low:
         return ""
-    if all(value.role == "saturated" for value in low):
-        return "saturated"
+    if low[0].role in ("saturated", "average") and all(value.role == low[0].role for value in low):
+        return low[0].role
     return "pointwise" if len(low) == 1 else ""
 
 
-def _anew(decision: Decision, inputs: Sequence[Value], is_guarded: bool) -> tuple[str, ...]:
+def _anew(operation: str, decision: Decision, inputs: Sequence[Value], chosen: Flow, unfit: str) -> tuple[str, ...]:
     """Return the roles of inputs that are computed again in float32."""
     # For example, take ``log(sigmoid(x) + 1e-12)`` where the sigmoid was rounded to 0. The gradient 1e12 would become
     # inf in float16 and be multiplied by the sigmoid's derivative, which is 0: the result would be NaN.
-    roles = ("saturated", "pointwise") if is_guarded else ("saturated",) if decision.op_class == "full" else ()
+    # A difference of averages, as in a variance, may be much smaller than what they were rounded by.
+    roles: tuple[str, ...] = ("average",) if operation == "sub" else ()
+    if unfit or chosen.reason == _NEXT_TO_INPUT:
+        roles = ("saturated", "pointwise", "average")
+    elif decision.op_class == "full" or chosen.reason == READ_IN_FULL:
+        roles = ("saturated", "average")
     present = {value.role for value in inputs if value.state == "low"}
     return tuple(role for role in roles if role in present)
 

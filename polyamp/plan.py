@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from polyamp.errors import check_arguments, is_integer, warn_once
-from polyamp.flow import Decision, Flow, Rule, Value, constant, decide, flow, unused
+from polyamp.flow import Decision, Flow, Rule, Value, constant, decide, flow, table, unused
 from polyamp.policies import Policy
 from polyamp.report import Report, aligned, in_bytes, plural
 
@@ -189,13 +189,19 @@ class Decider:
             self.decisions[key] = decide(self.policy.rules, *key)
         return self.decisions[key]
 
-    def flow(self, operation: str, decision: Decision, inputs: Sequence[Value], *, gradient: bool = False) -> Flow:
+    def flow(
+        self, operation: str, decision: Decision, inputs: Sequence[Value], *, gradient: bool = False, held: str = ""
+    ) -> Flow:
         """Apply `polyamp.flow.flow` in the policy's compute format."""
-        return _flow(operation, decision, tuple(inputs), self.compute, gradient=gradient)
+        return _flow(operation, decision, tuple(inputs), self.compute, gradient=gradient, held=held)
 
     def constant(self, *magnitudes: float) -> Value:
         """Return the facts about a constant in the policy's compute format; see `polyamp.flow.constant`."""
         return _constant(magnitudes, self.compute)
+
+    def table(self, values: Any, *, divides: bool = False) -> Value:
+        """Return the facts about a constant array in the policy's compute format; see `polyamp.flow.table`."""
+        return table(values, self.compute, divides=divides)
 
     def refuse(self, missing: str, decision: Decision) -> None:
         """Record that no kernel can follow a decision. A decision that did not come from a rule is not recorded."""

@@ -26,7 +26,7 @@ from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, declared_va
 from polyamp.backends.jax.graphs.decisions import Decided, PlanBuilder, decide_equation, note_same
 from polyamp.backends.jax.operations import canonical
 from polyamp.errors import UnsupportedError
-from polyamp.flow import AS_WRITTEN, INPUT, WEAK, Value, decide, magnitude
+from polyamp.flow import AS_WRITTEN, INPUT, WEAK, Value, decide
 from polyamp.plan import Decider
 from polyamp.policies import Policy
 
@@ -165,7 +165,7 @@ class Interpreter:
             return Cell.of(array, declared, WEAK if id(array) in self.parameters else INPUT)
         if declared != FLOAT32:
             return Cell.of(array, declared, constant=True)
-        return Cell.of(array, declared, self.decider.constant(magnitude(array)), constant=True)
+        return Cell.of(array, declared, self.decider.table(array), constant=True)
 
 
 @contextmanager

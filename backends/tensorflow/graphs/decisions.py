@@ -54,7 +54,6 @@ from polyamp.flow import (
     Flow,
     Value,
     is_wide,
-    magnitude,
     specific,
 )
 from polyamp.formats import format_of
@@ -291,7 +290,7 @@ def _constant(decisions: Pass, node: Node) -> Decided:
     tensor = node.definition.attr["value"].tensor
     value = WEAK
     if tensor.dtype == FLOAT32:
-        value = decisions.rules.decider.constant(magnitude(tf.make_ndarray(tensor)))
+        value = decisions.rules.decider.table(tf.make_ndarray(tensor))
     return decisions.as_written(node, TABLE, value)
 
 

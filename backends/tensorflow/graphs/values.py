@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, Graph, Node
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.flow import CARRIED, INPUT, WEAK, Value, magnitude
+from polyamp.flow import CARRIED, INPUT, WEAK, Value
 from polyamp.operations import OPERATIONS as TABLE
 from polyamp.plan import Decider
 
@@ -208,7 +208,7 @@ def value_of_cast(node: Node, known: Value, maker: Node | None, decider: Decider
     if node.input_ports[0].dtype == BOOL:
         return WEAK
     if maker is not None and maker.op == "Const":
-        return decider.constant(magnitude(tf.make_ndarray(maker.definition.attr["value"].tensor)))
+        return decider.table(tf.make_ndarray(maker.definition.attr["value"].tensor))
     return INPUT if known.state == "input" else WEAK
 
 
@@ -220,7 +220,7 @@ def value_of_capture(tensor: Any, decider: Decider) -> tuple[Value, bool]:
     if not hasattr(tensor, "numpy"):
         return value_of_type(dtype.as_datatype_enum), False
     if dtype == tf.float32:
-        return decider.constant(magnitude(tensor.numpy())), True
+        return decider.table(tensor.numpy()), True
     return Value("other", dtype.name) if dtype.as_datatype_enum in FLOATING else WEAK, True
 
 

@@ -1,0 +1,72 @@
+"""Numbers for the values of a graph: values with equal numbers are equal, however they are written.
+
+For example, both factors of ``(x @ w) * (x @ w)`` get one number, so the flow rule sees a square.
+
+Source: value numbering (Briggs, Cooper and Simpson, "Value numbering", 1997).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+_UNSIGNED = frozenset({"neg", "abs", "stop_gradient"})  # their results have the magnitude of their operands
+
+
+class Numbering:
+    """The numbers of the values of one graph, and which of them are constants."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, int] = {}
+        self._shapes: list[Hashable] = []  # by number
+        self._reshaped: dict[int, int] = {}  # by the number of a reshaped value, the number before all reshapes
+        self._unsigned: dict[int, int] = {}
+        self._constants: set[int] = set()
+
+    def new(self, shape: Hashable = None, *, is_constant: bool = False) -> int:
+        """Return the number of a value that equals no earlier one: an input, random numbers, changed memory."""
+        self._shapes.append(shape)
+        number = len(self._shapes) - 1
+        if is_constant:
+            self._constants.add(number)
+        return number
+
+    def of(self, operation: str, inputs: Sequence[int], attributes: Hashable = (), shape: Hashable = None) -> int:
+        """Return the number of the result of an operation, which must return the same for the same inputs.
+
+        Args:
+            operation: its canonical name, or another name that tells it from all others.
+            inputs: the numbers of all its inputs.
+            attributes: everything else that its result depends on.
+            shape: the shape of its result; None if it is not known.
+        """
+        if operation == "identity":
+            return inputs[0]
+        key: Hashable = (operation, *inputs, attributes)
+        before = None
+        if operation == "reshape" and shape is not None:  # whatever the shapes in between
+            before = self._reshaped.get(inputs[0], inputs[0])
+            if shape == self._shapes[before]:
+                return before
+            key = ("reshape", before, shape)
+        if key in self._made:
+            return self._made[key]
+        number = self.new(shape, is_constant=bool(inputs) and self._constants.issuperset(inputs))
+        if before is not None:
+            self._reshaped[number] = before
+        if operation in _UNSIGNED:
+            self._unsigned[number] = self._unsigned.get(inputs[0], inputs[0])
+        return self._made.setdefault(key, number)
+
+    def is_constant(self, number: int) -> bool:
+        """Return whether a value is a constant, or made of constants alone."""
+        return number in self._constants
+
+    def specific(self, operation: str, first: int, second: int) -> str:
+        """Return the more specific name of an operation on two values: a ``mul`` of a value by itself is a ``square``.
+
+        A constant over another value is a ``reciprocal``. Signs do not count: ``-y * y`` is a square too.
+        """
+        if operation == "mul" and self._unsigned.get(first, first) == self._unsigned.get(second, second):
+            return "square"
+        over = operation == "div" and self.is_constant(first) and not self.is_constant(second)
+        return "reciprocal" if over else operation

@@ -1,0 +1,124 @@
+"""A look at the readers of a graph's values, before the flow rule decides its operations.
+
+The flow rule goes forward, so it does not know what becomes of a value. Three patterns need that:
+
+- A product of two low values that only full work reads, such as the sum in ``(a * b).sum()``, is computed inside that
+  work, in float32. So are the products of a difference of products: it may be much smaller than they are.
+- A constant by which something is divided has to be kept to its smallest element.
+- A state that is written, such as a moving average, is an accumulator: what is computed from its old value up to its
+  new one is in float32. In 16 bits ``0.999 * state + 0.001 * y`` stands still.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+READ_IN_FULL = "read by full work alone"
+ACCUMULATES = "a state that is written"
+DIVIDES = "a constant divisor"
+
+_MOVES = frozenset({"reshape", "broadcast", "transpose", "slice", "gather", "identity", "cast", "neg", "where"})
+_AFFINE = _MOVES | {"add", "sub", "mul", "div", "lerp", "addcmul"}
+_LINEAR = _AFFINE | {"avg_pool", "sum", "mean", "matmul", "conv", "einsum"}  # in one input, if the others are constants
+_LOGARITHMS = frozenset({"log", "log2", "log10", "reciprocal", "rsqrt"})
+_PASSING = frozenset({"follow", "neutral", "promote"})
+
+
+class Read(NamedTuple):
+    """An operation, as the look at readers sees it."""
+
+    operation: str  # its canonical name
+    op_class: str
+    inputs: Sequence[Hashable]  # the floating values that it reads the numbers of, in order
+    outputs: Sequence[Hashable]  # its floating results
+
+
+def look(
+    reads: Sequence[Read],
+    *,
+    results: Collection[Hashable],
+    constants: Collection[Hashable],
+    written: Mapping[Hashable, Hashable],
+) -> dict[Hashable, str]:
+    """Return what the readers of values ask of these: `READ_IN_FULL`, `ACCUMULATES` or `DIVIDES`.
+
+    Args:
+        reads: the operations of a graph, in their order.
+        results: the values that the graph returns; what becomes of them is not known.
+        constants: the values that are constants, or made of constants alone.
+        written: for each state that the graph writes, as a value that is read, the value that is written.
+    """
+    variable = [read._replace(inputs=[value for value in read.inputs if value not in constants]) for read in reads]
+    found = dict.fromkeys(_divisors(reads, constants), DIVIDES)
+    found |= dict.fromkeys(_read_in_full(variable, results), READ_IN_FULL)
+    return found | dict.fromkeys(_accumulated(variable, written), ACCUMULATES)
+
+
+def _divisors(reads: Sequence[Read], constants: Collection[Hashable]) -> set[Hashable]:
+    """Return the constants that something is divided by, or whose logarithm is taken."""
+    found: set[Hashable] = set()
+    for read in reversed(reads):
+        is_moved = read.operation in _MOVES and not found.isdisjoint(read.outputs)
+        if is_moved or read.operation in _LOGARITHMS:
+            found.update(value for value in read.inputs if value in constants)
+        elif read.operation == "div" and len(read.inputs) == 2 and read.inputs[1] in constants:
+            found.add(read.inputs[1])
+    return found
+
+
+def _read_in_full(reads: Sequence[Read], results: Collection[Hashable]) -> list[Hashable]:
+    differences = _differences(reads)
+    wanted: dict[Hashable, bool] = dict.fromkeys(results, False)  # whether all readers so far are full work
+    for read in reversed(reads):
+        after = [wanted[value] for value in read.outputs if value in wanted]
+        is_full = read.op_class == "full" or not differences.isdisjoint(read.outputs)
+        if not is_full and not after and read.op_class in _PASSING:
+            continue  # nothing comes of it: a comparison, or a result that is not used
+        passes = read.op_class in _PASSING or (len(read.inputs) == 1 and read.operation in _LINEAR)
+        wants = is_full or (passes and bool(after) and all(after))
+        for value in read.inputs:
+            wanted[value] = wanted.get(value, True) and wants
+    return [value for value, is_wanted in wanted.items() if is_wanted]
+
+
+def _differences(reads: Sequence[Read]) -> set[Hashable]:
+    """Return the differences of products of two values, and what follows from them."""
+    products: set[Hashable] = set()
+    differences: set[Hashable] = set()
+    for read in reads:
+        of_products = bool(read.inputs) and products.issuperset(read.inputs)
+        is_product = read.operation == "mul" and len(read.inputs) == 2
+        if is_product or (of_products and read.operation in _LINEAR):
+            products.update(read.outputs)
+        is_difference = read.operation == "sub" and len(read.inputs) == 2 and of_products
+        if is_difference or (read.op_class in _PASSING and not differences.isdisjoint(read.inputs)):
+            differences.update(read.outputs)
+    return differences
+
+
+def _accumulated(reads: Sequence[Read], written: Mapping[Hashable, Hashable]) -> set[Hashable]:
+    """Return the values between what is read of each state and what is written to it."""
+    readers: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for index, read in enumerate(reads if written else ()):
+        if read.operation in _AFFINE:
+            for value in read.inputs:
+                readers[value].append(index)
+    found: set[Hashable] = set()
+    for state, last in written.items():
+        made, after = {state}, {state}  # of the state by affine work
+        chain = set[int]()
+        while after:
+            new = {index for value in after for index in readers[value]} - chain
+            chain |= new
+            after = {value for index in new for value in reads[index].outputs} - made
+            made |= after
+        if last == state or last not in made:
+            continue
+        between = {last}
+        for index in sorted(chain, reverse=True):
+            if not between.isdisjoint(reads[index].outputs):
+                between.update(value for value in reads[index].inputs if value in made)
+        found |= between - {state}
+    return found

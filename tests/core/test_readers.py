@@ -1,0 +1,148 @@
+"""The look at readers before the flow rule, and the numbers of values."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from polyamp.flow import Flow, Value, decide, flow, parse_rules, table
+from polyamp.numbering import Numbering
+from polyamp.readers import ACCUMULATES, DIVIDES, READ_IN_FULL, Read, look
+
+LOW, WEAK, STRONG, WEIGHTS = Value("low", "matmul"), Value(), Value("strong", "square"), Value(role="weights")
+
+
+def reads(*lines: str) -> list[Read]:
+    """Return the operations of a program: ``"c = mul a b"``."""
+    found = []
+    for line in lines:
+        output, right = line.split(" = ")
+        operation, *inputs = right.split()
+        found.append(Read(operation, decide((), operation).op_class, inputs, [output]))
+    return found
+
+
+DOT = ("p = mul a b", "s = sum p")
+DETERMINANT = ("p = mul a d", "q = mul b c", "r = sub p q")
+IOU = ("p = mul a b", "q = mul c d", "i = mul e f", "s = add p q", "u = sub s i", "r = div i u")
+COVARIANCE = ("p = mul x y", "e = avg_pool p", "q = mul m n", "r = sub e q", "z = matmul r w")
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        (DOT, "p"),
+        (("p = mul a b", "v = reshape p", "n = neg v", "s = mean n"), "p v n"),
+        (("p = mul a b", "k = add p c", "s = sum k"), "p k c"),
+        (("p = mul a b", "y = matmul p w"), ""),
+        (("p = mul a b", "s = sum p", "y = matmul p w"), ""),
+        (("p = mul a b", "c = compare p d", "s = sum p"), "p"),
+        (("p = mul a b", "n = layer_norm p w"), ""),
+        (("p = mul a b", "q = mul c d", "r = add p q", "y = matmul r w"), ""),
+        (DETERMINANT, "p q"),
+        (IOU, "p q i s u"),
+        (COVARIANCE, "p e q"),
+    ],
+)
+def test_a_product_is_found_that_full_work_alone_reads(program: tuple[str, ...], found: str) -> None:
+    results = program[-1].split()[0]
+    looked = look(reads(*program), results=[results], constants=["w"], written={})
+    assert {value for value, reason in looked.items() if reason == READ_IN_FULL} - {"a", "b"} >= set(found.split())
+    products = {line.split()[0] for line in program if " = mul " in line}
+    assert products & set(looked) == products & set(found.split())
+
+
+def test_a_product_that_is_returned_is_not_held() -> None:
+    assert look(reads(*DOT), results=["s", "p"], constants=[], written={}) == {}
+
+
+@pytest.mark.parametrize(
+    ("program", "between"),
+    [
+        (("o = mul k s", "n = mul k y", "e = add o n"), "o e"),
+        (("d = sub y s", "n = mul k d", "e = add s n"), "d n e"),
+        (("o = exp s", "e = add o y"), ""),
+        (("e = mul k y",), ""),
+    ],
+)
+def test_what_is_between_a_state_and_what_is_written_to_it_accumulates(program: tuple[str, ...], between: str) -> None:
+    found = look(reads(*program), results=[], constants=["k"], written={"s": "e"})
+    assert {value for value, reason in found.items() if reason == ACCUMULATES} == set(between.split())
+
+
+def test_a_constant_is_a_divisor_also_behind_a_move() -> None:
+    found = look(reads("t = reshape k", "q = div y t", "p = mul y k"), results=["q"], constants=["k", "t"], written={})
+    assert found == {"k": DIVIDES, "t": DIVIDES}
+    decays = 10.0 ** -np.arange(8.0)
+    assert table(decays, "float16").unfit == ""
+    assert table(decays, "float16", divides=True).unfit == "constant 1e-07 is lost in float16"
+    assert table([0.0, 1.0, np.inf], "float16", divides=True) == WEIGHTS
+    assert table([-1.0, 2.0], "float16") == table(3.0, "float16") == WEAK
+    assert table([], "float16").unfit == table([np.inf, np.nan], "float16").unfit == ""
+
+
+def by_table(name: str, *inputs: Value, held: str = "") -> Flow:
+    return flow(name, decide((), name), inputs, "float16", held=held)
+
+
+def test_a_held_product_of_two_lows_is_float32_and_no_other_is() -> None:
+    assert by_table("mul", LOW, LOW, held=READ_IN_FULL).output == Value("strong", "mul")
+    for name, inputs in (("mul", (LOW, WEAK)), ("add", (LOW, LOW))):
+        assert by_table(name, *inputs, held=READ_IN_FULL) == by_table(name, *inputs)
+    assert by_table("add", WEAK, LOW, held=ACCUMULATES).output == Value("strong", "add")
+    ruled = decide(parse_rules({"mul": "follow"}), "mul")
+    assert flow("mul", ruled, (LOW, LOW), "float16", held=READ_IN_FULL).format == "float16"
+
+
+@pytest.mark.parametrize(("name", "weights"), [("avg_pool", ()), ("matmul", (WEIGHTS,)), ("conv", (WEIGHTS,))])
+def test_full_work_reads_averages_unrounded(name: str, weights: tuple[Value, ...]) -> None:
+    average = by_table(name, LOW, *weights)
+    assert (average.format, average.output.role) == ("float16", "average")
+    assert by_table("square", average.output).anew == by_table("sub", STRONG, average.output).anew == ("average",)
+    assert by_table("mul", average.output, average.output, held=READ_IN_FULL).anew == ("average",)
+    assert by_table("matmul", average.output, WEAK).anew == ()
+    assert by_table(name, STRONG, *weights).format == "float32"
+
+
+NAMES = st.sampled_from(["neg", "abs", "relu", "exp", "stop_gradient"])
+
+
+@given(st.lists(NAMES, max_size=4), st.lists(NAMES, max_size=4))
+def test_values_have_equal_numbers_where_the_same_was_done(first: list[str], second: list[str]) -> None:
+    numbering = Numbering()
+    start = numbering.new((2, 3))
+    ends = []
+    for steps in (first, second):
+        value = start
+        for name in steps:
+            value = numbering.of(name, [value], shape=(2, 3))
+        ends.append(value)
+    assert (ends[0] == ends[1]) == (first == second)
+    cores = [[*steps] for steps in (first, second)]
+    for steps in cores:
+        while steps and steps[-1] in ("neg", "abs", "stop_gradient"):
+            steps.pop()
+    assert (numbering.specific("mul", *ends) == "square") == (cores[0] == cores[1])
+
+
+def test_reshapes_count_by_the_shape_they_end_in() -> None:
+    numbering = Numbering()
+    value = numbering.new((8, 8))
+    flat = numbering.of("reshape", [value], -1, (64,))
+    assert flat == numbering.of("reshape", [value], 64, (64,)) != value
+    assert numbering.of("reshape", [flat], (8, 8), (8, 8)) == value
+    assert numbering.of("reshape", [numbering.of("reshape", [flat], 0, (4, 16))], 0, (64,)) == flat
+    assert numbering.of("reshape", [value], -1) != numbering.of("reshape", [value], 64)
+    assert numbering.of("identity", [value]) == value
+
+
+def test_a_constant_over_another_value_is_a_reciprocal() -> None:
+    numbering = Numbering()
+    one, value = numbering.new(is_constant=True), numbering.new()
+    both = numbering.of("add", [one, one])
+    assert numbering.is_constant(both)
+    assert not numbering.is_constant(numbering.of("add", [one, value]))
+    assert numbering.specific("div", both, value) == "reciprocal"
+    assert numbering.specific("div", both, one) == numbering.specific("div", value, one) == "div"

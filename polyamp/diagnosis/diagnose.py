@@ -75,7 +75,8 @@ class Verdict(Report):
     @cached_property
     def rounding(self) -> Rounding | None:
         """Return how 16 bits change the step's values; None if they agree."""
-        return rounding(self.recording, self.wide)
+        suits = self.probe.suits(self.recording.scale)
+        return rounding(self.recording.unscaled(), self.wide, gradients=suits)
 
     @cached_property
     def amplification(self) -> float:

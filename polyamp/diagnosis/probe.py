@@ -27,12 +27,17 @@ from polyamp.scale import LossScale
 if TYPE_CHECKING:
     from os import PathLike
 
+TOLERANCE = 0.004
+"""The share of a gradient's L1 mass that may be lost below a format's range."""
+
 NOISE = 2.0**-20
-"""Parameter gradients below this share of the step's largest gradient set no lower limit.
+"""Sums below this share of the step's largest gradient set no lower limit.
 
 Sums that are zero except for rounding, such as the gradient of a bias before a normalisation, are about 2**-24
 (float32's epsilon) of their terms. No loss scale is needed to keep them.
 """
+
+_SUMS = ("sum", "scatter", "scatter_add")
 
 _KINDS = {ACTIVATION: "act", GRADIENT: "grad", PARAMETER: "param"}
 
@@ -45,7 +50,7 @@ class Probe(Report):
 
     recording: Recording  # one widened step, gradients unscaled; see `Recording.by_layer`
     format: str  # the 16-bit format in question, used for the tensors that the policy has in 16 bits
-    tolerance: float = 1e-3  # share of a gradient's L1 mass that may be lost
+    tolerance: float = TOLERANCE  # share of a gradient's L1 mass that may be lost
     # powers of two to keep free above the largest gradient: other batches, and the first steps, have larger gradients
     margin: float = 3.0
     rounding: Rounding | None = None  # how 16 bits change the step's values; None if they agree, or were not compared
@@ -67,6 +72,10 @@ class Probe(Report):
         low = max(map(self.need, self.counting), default=0.0)
         return Window(low, 2.0 ** math.floor(math.log2(min(map(self.tolerate, self.bounding))) - self.margin))
 
+    def suits(self, scale: float) -> bool:
+        """Return whether a loss scale suits all gradients."""
+        return self.window is None or scale in self.window
+
     def need(self, one: Observation) -> float:
         """Return the smallest scale at which a tensor loses no more than is tolerated."""
         return one.spread.smallest_scale(self.format, self.tolerance)
@@ -77,9 +86,9 @@ class Probe(Report):
 
     @cached_property
     def counting(self) -> tuple[Observation, ...]:
-        """Return the gradients that set a lower limit: `bounding` without parameter gradients that are only noise."""
+        """Return the gradients that set a lower limit: `bounding` without sums that are only noise."""
         limit = NOISE * max((one.spread.largest for one in self.bounding), default=0.0)
-        return tuple(one for one in self.bounding if one.kind != PARAMETER or one.spread.largest >= limit)
+        return tuple(one for one in self.bounding if one.spread.largest >= limit or not _is_sum(one))
 
     @cached_property
     def overflowing(self) -> tuple[Observation, ...]:
@@ -240,6 +249,11 @@ class Probe(Report):
         ]
 
 
+def _is_sum(one: Observation) -> bool:
+    """Return whether a gradient is a sum over elements, or a sum that was only moved."""
+    return one.kind == PARAMETER or one.name in _SUMS
+
+
 def written(config: LossScale) -> str:
     """Return settings as source code, with powers of two written as powers."""
     settings = config.to_dict()
@@ -266,7 +280,7 @@ def probe(
     *args: Any,
     policy: Policy | str | None = None,
     format: str | None = None,
-    tolerance: float = 1e-3,
+    tolerance: float = TOLERANCE,
     margin: float = 3.0,
     scale: float | None = None,
     backend: str | None = None,
@@ -282,7 +296,7 @@ def probe(
     ...     return ((x @ params["w"]) ** 2).mean()
     >>> report = probe(loss_fn, {"w": jnp.full((4, 2), 1e-4)}, jnp.ones((8, 4)), policy="mixed_float16")
     >>> report.window, report.recommended
-    (Window(2^-10 .. 2^24), LossScale())
+    (Window(2^-3 .. 2^24), LossScale())
 
     Args:
         step: a function that returns the loss, which the recorder differentiates (JAX: with respect to the first
@@ -292,7 +306,7 @@ def probe(
         policy: the policy that the step will train under; None is the current policy if that computes in 16 bits, else
             ``mixed_float16``. Only tensors that it computes in 16 bits limit the loss scale.
         format: examine the same tensors for another format than the policy's compute format.
-        tolerance: share of a gradient's L1 mass that may be lost; the default is 0.1 % of the update.
+        tolerance: share of a gradient's L1 mass that may be lost below the format's range.
         margin: powers of two to keep free above the largest gradient, since other batches have larger ones.
         scale: the factor by which a training step multiplies its loss, if polyamp cannot see it
             (``torch.amp.GradScaler``).
@@ -315,9 +329,10 @@ def probe(
     found = Probe(recording.unscaled().by_layer(), name, tolerance, margin)
     if name != chosen.compute:
         return found
-    own = scale if scale is not None or recording.differentiates else 1.0
+    own = scale if scale is not None or recording.differentiates else found.recommended.init
     narrow = record(step, args, kwargs, chosen, backend, widened=False, scale=own)
-    found = replace(found, rounding=rounding(narrow, recording), fits=narrow.is_forward_sound)
+    changed = rounding(narrow.unscaled(), recording.unscaled(), gradients=found.suits(narrow.scale))
+    found = replace(found, rounding=changed, fits=narrow.is_forward_sound)
     if found.rules:
         ruled = make_policy(chosen, rules=found.rules)
         tried = record(step, args, kwargs, ruled, backend, widened=False, scale=own)

@@ -145,11 +145,12 @@ class Recording:
 
 
 class Rounding(NamedTuple):
-    """A loss that 16 bits change, and the tensor where that starts."""
+    """A loss or gradient that 16 bits change, and the tensor where that starts."""
 
     loss: float  # the loss under the policy
     loss_float32: float  # the loss in float32
-    # the first tensor of the forward pass, with more than one element, that differs; from the run under the policy
+    # from the run under the policy: the first tensor of the forward pass, with more than one element, that differs; or
+    # if the loss agrees, the parameter gradient that differs most
     first: Observation
     mass: float  # the sum of its magnitudes
     mass_float32: float  # the same in float32
@@ -160,22 +161,34 @@ class Rounding(NamedTuple):
 
     def __str__(self) -> str:
         change = "nothing is left of" if not self.mass else f"{self.mass:.3g} in place of {self.mass_float32:.3g} is"
+        which = f"the first tensor that differs by more than {SHARE:.0%}"
+        if self.first.kind == PARAMETER:
+            which = "the gradient that differs most"
         return (
-            f"the loss is {self.loss:.6g}, and {self.loss_float32:.6g} in float32; the first tensor that differs by "
-            f"more than {SHARE:.0%} is {self.first.place}: {change} the sum of its magnitudes"
+            f"the loss is {self.loss:.6g}, and {self.loss_float32:.6g} in float32; {which} is {self.first.place}: "
+            f"{change} the sum of its magnitudes"
         )
 
 
-def rounding(narrow: Recording, wide: Recording) -> Rounding | None:
-    """Compare a step under the policy with the same step in float32; None if the values agree."""
-    if narrow.loss is None or wide.loss is None or not _differ(narrow.loss, wide.loss):
+def rounding(narrow: Recording, wide: Recording, *, gradients: bool) -> Rounding | None:
+    """Compare a step under the policy with the same step in float32, both unscaled; None if the values agree.
+
+    ``gradients``: compare gradients too, since the step had a loss scale that suits them.
+    """
+    if narrow.loss is None or wide.loss is None:
         return None
+    found = {}
     for key, one in narrow.numbered.items():
         other = wide.numbered.get(key)
-        if one.kind == ACTIVATION and one.spread.elements > 1 and other is not None:
-            mass, mass_float32 = math.fsum(one.spread.mass), math.fsum(other.spread.mass)
-            if one.spread.is_finite and other.spread.is_finite and _differ(mass, mass_float32):
-                return Rounding(narrow.loss, wide.loss, one, mass, mass_float32)
+        if other is not None and one.spread.is_finite and other.spread.is_finite:
+            found[key] = Rounding(narrow.loss, wide.loss, one, math.fsum(one.spread.mass), math.fsum(other.spread.mass))
+    if _differ(narrow.loss, wide.loss):
+        forward = (one for one in found.values() if one.first.kind == ACTIVATION and one.first.spread.elements > 1)
+        return next((one for one in forward if _differ(one.mass, one.mass_float32)), None)
+    backward = [one for one in found.values() if gradients and one.first.kind == PARAMETER]
+    off = sum(abs(one.mass - one.mass_float32) for one in backward)
+    if off > SHARE * sum(one.mass_float32 for one in backward):
+        return max(backward, key=lambda one: abs(one.mass - one.mass_float32))
     return None
 
 

@@ -11,6 +11,7 @@ lost in float16, and a loss scale of 2**3 saves those of 2**-28 and more.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -104,8 +105,8 @@ class Spread:
         return _share(self.counts[: self._flushed_bins(format_of(format_name))], self.seen)
 
     def lost(self, format_name: str) -> float:
-        """Return the share of the sum of magnitudes (L1) that `flushed` elements have: what the update lacks."""
-        return _share(self.mass[: self._flushed_bins(format_of(format_name))], math.fsum(self.mass))
+        """Return the share of the sum of magnitudes (L1) that a format loses at its lower end."""
+        return self._lost_at(format_of(format_name), 0)
 
     def headroom(self, format_name: str) -> float:
         """Return by how many powers of two the largest magnitude can grow before it overflows."""
@@ -117,12 +118,12 @@ class Spread:
 
     def smallest_scale(self, format_name: str, tolerance: float) -> float:
         """Return the smallest power of two at which a format loses at most this share of the L1 mass; 0 for zeros."""
-        total, so_far = math.fsum(self.mass), 0.0
-        for place, mass in enumerate(self.mass):
-            so_far += mass
-            if so_far > tolerance * total:
-                return 2.0 ** (_flush_exponent(format_of(format_name)) - (place + LOWEST))
-        return 0.0
+        if not any(self.mass):
+            return 0.0
+        found = format_of(format_name)
+        first = _flush_exponent(found) + LOWEST
+        exponents = range(first, first + 2 * FIELDS)
+        return 2.0 ** exponents[bisect_left(exponents, True, key=lambda by: self._lost_at(found, by) <= tolerance)]
 
     def largest_scale(self, format_name: str) -> float:
         """Return the largest power of two at which nothing overflows; inf for zeros, 0 if an element is not finite."""
@@ -134,6 +135,15 @@ class Spread:
         exponents = {str(place + LOWEST): [count, self.mass[place]] for place, count in enumerate(self.counts) if count}
         names = ("elements", "seen", "zeros", "inf", "nan", "largest")
         return {**{name: getattr(self, name) for name in names}, "exponents": exponents}
+
+    def _lost_at(self, found: Format, exponent: int) -> float:
+        """Return the share of the L1 mass that a format loses of the elements times ``2**exponent``."""
+        # What rounds to zero is lost, and a subnormal is off by a quarter of the subnormals' distance on average.
+        flushed, normal = (
+            max(0, bound - exponent - LOWEST) for bound in (_flush_exponent(found), _normal_exponent(found))
+        )
+        off = sum(self.counts[flushed:normal]) * found.smallest_subnormal / 4 * 2.0**-exponent
+        return _share([*self.mass[:flushed], off], math.fsum(self.mass))
 
     def _flushed_bins(self, found: Format) -> int:
         return max(0, _flush_exponent(found) - LOWEST)
@@ -167,6 +177,10 @@ class Window(NamedTuple):
 def _flush_exponent(found: Format) -> int:
     """Return the exponent below which magnitudes round to zero: that of half the smallest subnormal."""
     return round(math.log2(found.smallest_subnormal)) - 1
+
+
+def _normal_exponent(found: Format) -> int:
+    return round(math.log2(found.smallest_normal))
 
 
 def _shifted(values: Sequence[float], by: int) -> list[float]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import polyamp
 from polyamp import LossScale
 from polyamp.diagnosis.probe import NOISE, Probe
-from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER
+from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, rounding
 from polyamp.diagnosis.spread import Window
 from support.diagnosis_cases import observation, recording
 
@@ -28,7 +28,7 @@ def probed(*observations, **settings) -> Probe:
 
 def test_the_neediest_gradient_is_the_lower_edge_and_the_largest_the_upper_one() -> None:
     probe = probed(observation(GRADIENT, "a", TINY), observation(GRADIENT, "b", LARGE), margin=3)
-    assert probe.window == Window(2.0**10, 2.0**6)  # 2^-25 / 2^-35; 2^15 / 2^6 less 3 bits
+    assert probe.window == Window(2.0**17, 2.0**6)  # 2^-26 / 2^-35 / 0.004; 2^15 / 2^6 less 3 bits
     assert probe.window.is_empty
     assert not probe.is_safe
 
@@ -54,7 +54,7 @@ def test_the_recommendation_starts_inside_of_a_window_that_is_not_empty(values) 
     ("gradient", "recommended"),
     [
         (USUAL, LossScale()),
-        (2.0**-45, LossScale(init=2.0**20)),
+        (2.0**-45, LossScale(init=2.0**27, max=2.0**27)),
         (2.0**10, LossScale(init=2.0**2)),
     ],
 )
@@ -76,8 +76,23 @@ def test_only_gradients_in_16_bits_bound_the_scale(kind, format_name) -> None:
 def test_a_gradient_that_is_zero_but_for_rounding_sets_no_lower_limit() -> None:
     noise = observation(PARAMETER, "", USUAL * NOISE / 2, name="bias")
     assert probed(observation(GRADIENT, "a", USUAL), noise).window == probed(observation(GRADIENT, "a", USUAL)).window
-    deep = observation(GRADIENT, "deep", USUAL * NOISE / 2)  # of an activation it is no rounding error
+    of_shift = observation(GRADIENT, "", USUAL * NOISE / 2, name="sum")  # as of a softmax's largest logit
+    assert (
+        probed(observation(GRADIENT, "a", USUAL), of_shift).window == probed(observation(GRADIENT, "a", USUAL)).window
+    )
+    deep = observation(GRADIENT, "deep", USUAL * NOISE / 2)  # of a product it is no rounding error
     assert probed(observation(GRADIENT, "a", USUAL), deep).window.low > 1
+
+
+def test_gradients_that_no_scale_makes_right_are_told() -> None:
+    loss = observation(ACTIVATION, "a", 1.0, 1.0)
+    wide, narrow = (recording(loss, observation(PARAMETER, "", *ones, name="w")) for ones in ([4, 4], [1, 4]))
+    found = rounding(narrow, wide, gradients=True)
+    assert (found.first.name, found.mass, found.mass_float32) == ("w", 5.0, 8.0)
+    assert "the gradient that differs most is w: 5 in place of 8" in str(replace(probed(loss), rounding=found))
+    assert not replace(probed(loss), rounding=found).is_safe
+    assert rounding(narrow, wide, gradients=False) is None
+    assert rounding(wide, wide, gradients=True) is None
 
 
 def test_bfloat16_needs_no_scale() -> None:

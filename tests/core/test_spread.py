@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import struct
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polyamp.diagnosis.probe import TOLERANCE
 from polyamp.diagnosis.spread import SAMPLE, stride
 from support.diagnosis_cases import count_values
 
@@ -29,9 +31,21 @@ def in_float16(value: float) -> float:
 @given(values)
 def test_what_rounding_to_float16_flushes_and_loses(numbers: list[float]) -> None:
     small = [number for number in numbers if number and in_float16(number) == 0]
+    subnormal = [number for number in numbers if 2.0**-25 < number < 2.0**-14]
     whole, spread = math.fsum(numbers), count_values(numbers)
     assert spread.flushed("float16") == pytest.approx(len(small) / len(numbers))
-    assert spread.lost("float16") == pytest.approx(math.fsum(small) / whole if whole else 0.0)
+    lost = math.fsum(small) + len(subnormal) * 2.0**-26
+    assert spread.lost("float16") == pytest.approx(lost / whole if whole else 0.0)
+
+
+@pytest.mark.parametrize("decades", [0.1, 1, 3, 6])
+def test_at_the_smallest_scale_float16_changes_a_gradient_by_at_most_half_a_percent(decades: float) -> None:
+    gradient = 10.0 ** -np.random.default_rng(0).uniform(2, 2 + decades, 2000)
+    scale = count_values(gradient).smallest_scale("float16", TOLERANCE)
+    errors = [
+        abs(gradient - (gradient * one).astype("float16") / one).sum() / gradient.sum() for one in (scale, scale / 4)
+    ]
+    assert errors[0] < 0.005 < errors[1]
 
 
 @given(values)

@@ -27,7 +27,6 @@ from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs import binding
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, held_as_declared
 from polyamp.backends.jax.graphs.interpreter import Handler, Interpreter
-from polyamp.backends.jax.graphs.values import Pattern
 from polyamp.flow import CARRIED, Value
 from polyamp.plan import Decider
 
@@ -57,15 +56,12 @@ def jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[C
     if not unstable.is_plain_jit(equation.params):
         cells = held_as_declared(cells)
         return _bound_to(equation, cells, *trace(run, called, cells, path, held_as_declared))
-    if run.repeats.times(called) == 1:
-        return run.inline(called, cells, path)
-    own, pattern = run.knowing(run.values.of_call(equation)), run.values.pattern(equation.invars)
-    if run.plan is not None or len(unstable.opened(called)[0].eqns) == 1:
-        return own.inline(called, cells, path)
-    rewritten = _rewritten(own, called, cells, path, pattern)
+    if not run.repeats.is_repeated(called):
+        return run.run(called, cells, path)
+    rewritten = _rewritten(run, called, cells, path)
     run.decider.take_over(rewritten.decider)
     results = _bound_to(equation, cells, rewritten.closed, rewritten.outputs)
-    binding.note_call(results, lambda: own.run(called, cells, path))
+    binding.note_call(results, lambda: run.run(called, cells, path))
     return results
 
 
@@ -79,7 +75,7 @@ def _bound_to(
 
 def in_place(program: str) -> Handler:
     """Return a handler that runs the program in this parameter in place of the call."""
-    return lambda run, equation, cells, path: run.inline(equation.params[program], cells, path)
+    return lambda run, equation, cells, path: run.run(equation.params[program], cells, path)
 
 
 def remat(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
@@ -110,10 +106,10 @@ class _Rewritten(NamedTuple):
 _KNOWN: WeakKeyDictionary[Any, dict[Any, _Rewritten]] = WeakKeyDictionary()
 
 
-def _rewritten(run: Interpreter, closed: Any, cells: Sequence[Cell], path: str, pattern: Pattern) -> _Rewritten:
+def _rewritten(run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) -> _Rewritten:
     """Return the jaxpr rewritten for arguments in these formats."""
     known = _KNOWN.setdefault(closed, {})
-    key = (run.policy, run.is_looped, run.place(path), tuple(cell.format for cell in cells), pattern)
+    key = (run.policy, run.is_looped, run.place(path), tuple(cell.format for cell in cells), _equal(cells))
     if key not in known:
         known[key] = _rewrite(run, closed, cells, path, frozenset())
     is_weak = [cell.dtype == cell.declared == FLOAT32 and cell.value.state in ("weak", "input") for cell in cells]
@@ -137,6 +133,12 @@ def _rewrite(
         return [cell.declared_as(values[at]) if at in values else cell for at, cell in enumerate(outputs)]
 
     return _Rewritten(*trace(own, closed, cells, path, hold), own.decider)
+
+
+def _equal(cells: Sequence[Cell]) -> tuple[int, ...]:
+    """Return for each argument the index of the first one with the same numbers."""
+    first: dict[Any, int] = {}
+    return tuple(first.setdefault(cell.same, place) for place, cell in enumerate(cells))
 
 
 def cond(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
@@ -236,7 +238,7 @@ def _models(
     ]
     if all(cell.declared != FLOAT32 or cell.value.unfit for cell in carried):
         return strong
-    key = (id(equation.params), id(run.values), run.place(path), tuple(cell.format for cell in cells))
+    key = (id(equation.params), run.place(path), tuple(cell.format for cell in cells))
     if key not in run.repeats.loops:
         found: list[Cell] = []
         jax.eval_shape(lambda: jax.tree.leaves(loop(run.apart(), strong, found)))

@@ -17,11 +17,35 @@ import numpy as np
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell
-from polyamp.backends.jax.graphs.values import Values
-from polyamp.backends.jax.operations import OPERATIONS
-from polyamp.flow import AS_WRITTEN, NO_FLOATS, WEAK, Decision, Flow, Value
+from polyamp.backends.jax.operations import OPERATIONS, canonical
+from polyamp.flow import AS_WRITTEN, NO_FLOATS, WEAK, Decision, Flow, Value, specific
 from polyamp.operations import OPERATIONS as CANONICAL
 from polyamp.plan import Decider, PlannedOperation
+
+_MOVES = ("reshape", "squeeze", "copy", "name", "stop_gradient")  # the same numbers in the same order
+_ALIKE = ("broadcast_in_dim", "transpose", "slice", "abs", "neg")  # of the same numbers they return the same numbers
+
+
+def note_same(equation: Any, cells: Sequence[Cell], results: Sequence[Cell]) -> None:
+    """Record whether the results of an equation are constants, and which other values they are the same as."""
+    is_constant = bool(cells) and all(cell.constant for cell in cells)
+    for cell in results:
+        cell.constant = is_constant
+    name = equation.primitive.name
+    moves = name in _MOVES and (name != "reshape" or equation.params["dimensions"] is None)
+    if moves or (name == "broadcast_in_dim" and _size(cells[0]) == _size(results[0])):  # or a dimension of length 1
+        results[0].same = cells[0].same
+    elif name in _ALIKE and len(cells) == 1:
+        results[0].same = (cells[0].same, _shape(cells[0]), name, repr(equation.params))
+
+
+def _shape(cell: Cell) -> Any:
+    return getattr(cell.array, "shape", ())
+
+
+def _size(cell: Cell) -> Any:
+    return getattr(cell.array, "size", 1)
+
 
 IN_FLOAT32 = "autocast to float32"
 """The reason if the user's own autocast to float32 contains an operation."""
@@ -41,10 +65,14 @@ class Decided(NamedTuple):
 
 
 def decide_equation(
-    decider: Decider, compute: np.dtype[Any], equation: Any, cells: Sequence[Cell], values: Values, path: str
+    decider: Decider, compute: np.dtype[Any], equation: Any, cells: Sequence[Cell], path: str
 ) -> Decided:
     """Decide one operation, and record the findings to report."""
-    name = values.operation(equation)
+    native = canonical(equation.primitive.name, equation.params)
+    is_pair = len(cells) == 2
+    of_itself = is_pair and cells[0].same == cells[1].same and _shape(cells[0]) == _shape(cells[1])
+    over = is_pair and cells[0].constant and not cells[1].constant
+    name = specific(native, of_itself=of_itself, over=over)
     decision = decider.decide(name, path)
     entry = CANONICAL.get(name)
     if unstable.ISLAND in path and entry is not None and entry.op_class != "keep":

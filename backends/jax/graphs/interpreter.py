@@ -9,9 +9,9 @@ around it sees an ordinary program.
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
 import jax
@@ -23,14 +23,53 @@ from polyamp.backends.jax.casting import dtype_of
 from polyamp.backends.jax.graphs import binding
 from polyamp.backends.jax.graphs.binding import bind_low, bind_wide
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, declared_value
-from polyamp.backends.jax.graphs.decisions import Decided, PlanBuilder, decide_equation
-from polyamp.backends.jax.graphs.repeats import Repeats
-from polyamp.backends.jax.graphs.values import Values
+from polyamp.backends.jax.graphs.decisions import Decided, PlanBuilder, decide_equation, note_same
 from polyamp.backends.jax.operations import canonical
 from polyamp.errors import UnsupportedError
 from polyamp.flow import AS_WRITTEN, INPUT, WEAK, Value, decide
 from polyamp.plan import Decider
 from polyamp.policies import Policy
+
+
+class Repeats:
+    """The functions that one program calls more than once, and the facts about its loops."""
+
+    def __init__(self) -> None:
+        self.loops: dict[Any, tuple[Any, list[Value]]] = {}
+        self._times: Counter[int] = Counter()
+        self._chained: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
+
+    def count(self, closed: Any) -> None:
+        """Count the calls in a program, which must live as long as this object."""
+        made: dict[Any, tuple[int, int]] = {}
+        for equation in unstable.opened(closed)[0].eqns:
+            for part in unstable.inner_programs(equation):
+                if not _is_call(equation):
+                    self.count(part)
+                    continue
+                self._times[id(part)] += 1
+                if self._times[id(part)] == 1:
+                    self.count(part)
+                self._chained[id(part)] |= _links(equation, id(part), made)
+
+    def is_repeated(self, closed: Any) -> bool:
+        """Return whether a jaxpr is called more than once and has more than one equation."""
+        return self._times[id(closed)] > 1 and len(unstable.opened(closed)[0].eqns) > 1
+
+    def links(self, closed: Any) -> set[tuple[int, int]]:
+        """Return the outputs of a jaxpr that are inputs of a later call of it, as pairs (output, input)."""
+        return self._chained[id(closed)]
+
+
+def _is_call(equation: Any) -> bool:
+    return equation.primitive.name == "jit" and unstable.is_plain_jit(equation.params)
+
+
+def _links(equation: Any, called: int, made: dict[Any, tuple[int, int]]) -> set[tuple[int, int]]:
+    """Return the links from earlier calls of the same function to a call, and add the call's outputs to ``made``."""
+    inputs = [made.get(atom) if unstable.is_variable(atom) else None for atom in equation.invars]
+    made.update({variable: (called, place) for place, variable in enumerate(equation.outvars)})
+    return {(source[1], place) for place, source in enumerate(inputs) if source is not None and source[0] == called}
 
 
 class Interpreter:
@@ -43,9 +82,7 @@ class Interpreter:
         self.compute = dtype_of(policy.compute)
         self.decider = Decider(policy)
         self.repeats = Repeats()
-        self.values = Values(self.repeats)
         self.is_looped = False
-        self._made: dict[tuple[int, int], Cell] = {}  # by its number the first of equal results
         self.plan = plan
         self.parameters = parameters
         self._needs_paths = plan is not None or bool(policy.rules)
@@ -53,13 +90,7 @@ class Interpreter:
     def apart(self) -> Interpreter:
         """Return an interpreter for the same policy that keeps its own record."""
         other = Interpreter(self.policy, parameters=self.parameters)
-        other.repeats, other.values, other.is_looped = self.repeats, self.values, self.is_looped
-        return other
-
-    def knowing(self, values: Values) -> Interpreter:
-        """Return this interpreter for a program whose values are known apart, as those of a function called twice."""
-        other = copy(self)
-        other.values = values
+        other.repeats, other.is_looped = self.repeats, self.is_looped
         return other
 
     @contextmanager
@@ -77,14 +108,6 @@ class Interpreter:
 
     def run(self, closed: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
         """Return the outputs of a jaxpr that runs in the scopes ``path``."""
-        before, self._made = self._made, {}
-        try:
-            return self.inline(closed, cells, path)
-        finally:
-            self._made = before
-
-    def inline(self, closed: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
-        """Return the outputs of a jaxpr that runs where it is called: it shares casts with what ran before it."""
         jaxpr, constants = unstable.opened(closed)
         known = dict(zip(jaxpr.constvars, map(self._constant, jaxpr.constvars, constants), strict=True))
         known.update(zip(jaxpr.invars, cells, strict=True))
@@ -102,9 +125,7 @@ class Interpreter:
     def call(self, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
         """Trace a function that returns a list of arrays, at the declared types, and run it."""
         specs = [jax.ShapeDtypeStruct(np.shape(cell.array), cell.declared) for cell in cells]  # type: ignore[no-untyped-call]
-        closed = jax.make_jaxpr(function)(*specs)
-        self.values.add(closed)
-        return self.run(closed, cells, path)
+        return self.run(jax.make_jaxpr(function)(*specs), cells, path)
 
     def _equation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
         own = unstable.scopes(equation) if self._needs_paths else ""
@@ -116,7 +137,7 @@ class Interpreter:
     def _operation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
         if self._needs_paths:  # JAX has softmax, gelu and the like only as functions
             path = "/".join(filter(None, (path, unstable.library_function(equation))))
-        decided = decide_equation(self.decider, self.compute, equation, cells, self.values, path)
+        decided = decide_equation(self.decider, self.compute, equation, cells, path)
         if self.plan is not None:
             self.plan.add(equation, path, decided, cells)
         if decided.outcome.format == AS_WRITTEN:
@@ -125,16 +146,8 @@ class Interpreter:
         else:
             results = _results(equation, self._bind(equation, decided, cells), decided.outcome.output, decided.dtype)
             binding.note_equation(equation, cells, results, decided.outcome.anew)
-        if len(results) == 1:
-            self._share_casts(equation, results[0])
+        note_same(equation, cells, results)
         return results
-
-    def _share_casts(self, equation: Any, result: Cell) -> None:
-        """Make each cast of equal values once, so that their gradients add up before they are rounded."""
-        number, *inputs = map(self.values.number, (*equation.outvars, *equation.invars))
-        first = self._made.setdefault((id(self.values), number), result)
-        if first.dtype == result.dtype and number not in inputs:
-            result.casts = first.casts
 
     def _bind(self, equation: Any, decided: Decided, cells: Sequence[Cell]) -> list[Any]:
         """Return the results of an equation in the formats that were decided."""
@@ -151,8 +164,8 @@ class Interpreter:
         if isinstance(array, jax.core.Tracer):
             return Cell.of(array, declared, WEAK if id(array) in self.parameters else INPUT)
         if declared != FLOAT32:
-            return Cell.of(array, declared)
-        return Cell.of(array, declared, self.decider.table(array))
+            return Cell.of(array, declared, constant=True)
+        return Cell.of(array, declared, self.decider.table(array), constant=True)
 
 
 @contextmanager
@@ -197,7 +210,7 @@ def _convert(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> l
     target = np.dtype(equation.params["new_dtype"])
     if target == FLOAT32 and jnp.issubdtype(cell.declared, np.integer):
         (array,) = unstable.bound(equation, [cell.array])
-        return [Cell.of(array, FLOAT32, WEAK if run.values.is_constant(equation.invars[0]) else INPUT)]
+        return [Cell.of(array, FLOAT32, WEAK if cell.constant else INPUT, cell.constant)]
     if cell.declared != FLOAT32:
         return None
     if target == FLOAT32:

@@ -48,7 +48,8 @@ class Program:
     def run(self, interpreter: Interpreter, arrays: Sequence[Any]) -> list[Any]:
         """Return the arrays of the results in their declared dtypes."""
         jaxpr, _ = unstable.opened(self.closed)
-        interpreter.values.add(self.closed)
+        if interpreter.plan is None:
+            interpreter.repeats.count(self.closed)
         interpreter.parameters |= self.parameters
         given = zip(arrays, jaxpr.invars, self._are_parameters, strict=True)
         cells = [Cell.of(array, unstable.dtype_in(var), WEAK if own else INPUT) for array, var, own in given]

@@ -17,14 +17,46 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from polyamp.errors import NONFINITE_LOSS, UsageError, warn_once
+from polyamp.errors import NONFINITE_LOSS, InvalidTypeError, UsageError, kind_of, warn_once
 
 _KEPT = 16  # most calls to keep
+
+
+def gradients_in(grads: Any, where: str) -> list[Any]:
+    """Return gradients as a list. Refuse a container in it: a framework would convert it, along every path."""
+    if hasattr(grads, "dtype") or not isinstance(grads, Iterable):
+        raise _no_gradients(grads, where)
+    found = list(grads)
+    for grad in found:
+        if grad is not None and "float" not in str(getattr(grad, "dtype", "")):
+            raise _no_gradients(grad, where)
+    return found
+
+
+def pairs_in(grads_and_vars: Any, where: str) -> tuple[list[Any], list[Any]]:
+    """Return the gradients and the variables of pairs."""
+    pairs = list(grads_and_vars) if isinstance(grads_and_vars, Iterable) else [grads_and_vars]
+    for pair in pairs:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and hasattr(pair[1], "dtype")):
+            raise _no_gradients(pair, where)
+    return gradients_in([grad for grad, _ in pairs], where), [variable for _, variable in pairs]
+
+
+def _no_gradients(found: object, where: str) -> InvalidTypeError:
+    dtype = getattr(found, "dtype", None)
+    return InvalidTypeError(
+        "a step needs a list of gradients",
+        where=where,
+        found=kind_of(found) if dtype is None else f"a tensor of {dtype}",
+        allowed="floating-point tensors of the framework, or None; in pairs with their variables where a step takes "
+        "pairs",
+        fix="give the gradients of the scaled loss in a flat list, in the order of the variables",
+    )
 
 
 @dataclass(eq=False)  # tuples would compare tensors

@@ -46,7 +46,7 @@ from polyamp.errors import (
 )
 from polyamp.policies import Policy
 from polyamp.scale import LossScale, LossScaleState, StepResult, report_limits
-from polyamp.unscaled import UnscaledGradients
+from polyamp.unscaled import UnscaledGradients, gradients_in, pairs_in
 
 
 @keras.saving.register_keras_serializable(package="polyamp")
@@ -182,7 +182,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         Args:
             grads: gradients of the scaled loss, dense or sparse; None if there is none.
         """
-        grads = list(grads)
+        grads = gradients_in(grads, "get_unscaled_gradients(grads)")
         if not self.scaler.settings.check or all(grad is None for grad in grads):
             return grads
         with update_scope():
@@ -192,7 +192,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
         """Run `apply` on pairs; return `iterations`, the number of applied steps."""
-        super().apply_gradients(grads_and_vars)
+        self.apply(*pairs_in(grads_and_vars, "apply_gradients(grads_and_vars)"))
         return self.iterations
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
@@ -207,10 +207,13 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Raises:
             LossScaleError: outside traced functions, with values on the CPU; otherwise see `last_step`.
+            InvalidTypeError: ``grads`` is not a list of gradients.
+            InvalidValueError: there are more or fewer gradients than variables.
             UsageError: the optimizer is not built, and there are no variables to build it on; or
                 `get_unscaled_gradients` was called in another function.
         """
-        grads, variables = list(grads), self._build_on(trainable_variables)
+        grads = gradients_in(grads, "apply(grads)")
+        variables = self._variables_of(grads, trainable_variables)
         was_finite = self._unscaled.claim(grads)
         with update_scope():  # after all variables are made, since their names would contain the scope
             self._step(grads, variables, was_finite)
@@ -320,17 +323,26 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
             arguments["loss_scale"] = LossScale.from_dict(arguments["loss_scale"])
         return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **arguments)
 
-    def _build_on(self, trainable_variables: Sequence[Any] | None) -> list[Any]:
+    def _variables_of(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> list[Any]:
+        """Return the variables of gradients; the optimizer is built on them if it is not built yet."""
+        if not self.built and trainable_variables is None:
+            raise UsageError(
+                "the optimizer does not know its variables yet",
+                where="apply(grads)",
+                fix="call build(trainable_variables), or apply(grads, trainable_variables)",
+            )
+        variables = list(built_on(self) if trainable_variables is None else trainable_variables)
+        if len(grads) != len(variables):
+            raise InvalidValueError(
+                "a step needs one gradient for each variable",
+                where="apply(grads, trainable_variables)",
+                found=f"gradients: {len(grads)}, variables: {len(variables)}",
+                fix="give both lists in the same order, with None where there is no gradient",
+            )
         if not self.built:
-            if trainable_variables is None:
-                raise UsageError(
-                    "the optimizer does not know its variables yet",
-                    where="apply(grads)",
-                    fix="call build(trainable_variables), or apply(grads, trainable_variables)",
-                )
             with keras.name_scope(self.name, caller=self):
-                self.build(list(trainable_variables))
-        return list(built_on(self) if trainable_variables is None else trainable_variables)
+                self.build(variables)
+        return variables
 
     def _step(self, grads: list[Any], variables: list[Any], was_finite: Any) -> None:
         prepared = self._prepared(grads, variables, is_unscaled=was_finite is not None)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.graphs.capture import concrete_of
+from polyamp.backends.tensorflow.graphs.capture import concrete_of, walking
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.functions import decided_for
 from polyamp.backends.tensorflow.graphs.graph import Graph, Node, Places, closure
@@ -32,7 +32,7 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     known = Facts("tensorflow", policy, has_masters=isinstance(scaler, LossScaler) and scaler.has_masters)
     if not _takes(target, args, kwargs):
         return replace(known, optimizer=_state_of(optimizer, []), low_parameters=_low(kept))
-    with collected() as misscaled:
+    with collected() as misscaled, walking(target, args, kwargs):
         concrete = concrete_of(plain_function(target), args, kwargs)
     decisions, variables = decided_for(concrete, policy), list(concrete.graph.variables)
     seen = list(_seen(decisions, Places(concrete.graph)))

@@ -123,6 +123,20 @@ def test_scaled_gradients_beside_unscaled_ones_are_refused() -> None:
     assert [to_numpy(part).tolist() for part in parts] == [[0.0], [0.0]]
 
 
+BAD: list[Any] = [3, None, [[1.0]], [{}], [2.0], ops.ones((1,)), [ops.ones((1,), "int32")]]
+
+
+@pytest.mark.parametrize("grads", BAD, ids=range(len(BAD)))
+def test_what_are_no_gradients_is_refused(grads: Any) -> None:
+    weight, opt = optimizer()
+    for use in (opt.get_unscaled_gradients, opt.apply, opt.apply_gradients):
+        with pytest.raises(polyamp.errors.InvalidTypeError, match="a list of gradients"):
+            use(grads)
+    with pytest.raises(polyamp.errors.InvalidValueError, match="one gradient for each variable"):
+        opt.apply([ops.ones((1,))] * 2)
+    assert (to_numpy(weight).tolist(), opt.loss_scale) == ([0.0], 8.0)
+
+
 def test_values_of_float8_layers_are_refused() -> None:
     weight, opt = optimizer()
     weight.overwrite_with_gradient = True

@@ -60,17 +60,26 @@ def cyclic() -> list[Any]:
     return tree
 
 
+def deep() -> list[Any]:
+    tree = [tf.ones(2)]
+    for _ in range(3000):
+        tree = [tree]
+    return tree
+
+
 F16 = polyamp.policy("mixed_float16")
 VERBS: dict[str, Any] = {
     "cast": lambda tree: F16.cast_to_compute(tree),
     "rewrite": lambda tree: polyamp.rewrite(lambda x: tf.reduce_sum(x[0]), tree, policy=F16),
     "explain": lambda tree: polyamp.explain(lambda x: tf.reduce_sum(x[0]), tree, policy=F16),
     "probe": lambda tree: polyamp.probe(lambda x: tf.reduce_sum(x[0]), tree, policy=F16),
+    "lint": lambda tree: polyamp.lint(lambda x: tf.reduce_sum(x[0]), tree, policy=F16),
+    "a rewritten function": lambda tree: polyamp.rewrite(len, policy=F16, backend="tensorflow")(tree),
 }
 
 
 @pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("make", [shared, cyclic])
+@pytest.mark.parametrize("make", [shared, cyclic, deep])
 def test_containers_that_are_no_trees_are_refused(make: Any, verb: str) -> None:
-    with pytest.raises(polyamp.errors.InvalidTypeError, match="share parts many times over"):
+    with pytest.raises(polyamp.errors.InvalidTypeError, match=r"share parts many times over|limit of recursion"):
         VERBS[verb](make())

@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.adapters import check_tree
+from polyamp.adapters import check_tree, too_deep
 from polyamp.backends.tensorflow.autocast.lowering import entered, intercept
 from polyamp.backends.tensorflow.graphs.graph import Places
 from polyamp.backends.tensorflow.unstable import OUT_OF_SCOPE, graphs_around
@@ -39,12 +39,22 @@ def name_of(fn: Any) -> str:
 def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Trace ``fn`` as it is written, without autocast."""
     intercept()
-    check_tree((args, kwargs), f"the arguments of {name_of(fn)}")
     function = fn if isinstance(fn, FUNCTION) else tf.function(fn)
     with tracing(fn), entered(None):
         concrete = function.get_concrete_function(*args, **kwargs)
     check_captures(fn, concrete)
     return concrete
+
+
+@contextmanager
+def walking(fn: Any, *arguments: Any) -> Iterator[None]:
+    """Refuse arguments that TensorFlow, which walks along every path to their tensors, would not finish."""
+    where = f"the arguments of {name_of(fn)}"
+    check_tree(arguments, where)
+    try:
+        yield
+    except RecursionError as error:
+        raise too_deep(where) from error
 
 
 _INSTEAD = {

@@ -9,7 +9,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.adapters import check_tree
 from polyamp.backends.tensorflow.devices import report_slow
 from polyamp.backends.tensorflow.graphs.capture import (
     FUNCTION,
@@ -17,6 +16,7 @@ from polyamp.backends.tensorflow.graphs.capture import (
     concrete_of,
     name_of,
     not_differentiable,
+    walking,
 )
 from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass
 from polyamp.backends.tensorflow.graphs.functions import decided_for, decided_graph, lowered_in, lowers
@@ -33,6 +33,16 @@ _PLANS = "_polyamp_plans"  # an attribute of a rewritten function's Python funct
 
 class Rewritten(FUNCTION):
     """A ``tf.function`` whose graphs are rewritten, with its plan; the result of `rewrite`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the rewritten function; it is traced for new types and shapes of arguments."""
+        with walking(self, args, kwargs):
+            return super().__call__(*args, **kwargs)
+
+    def get_concrete_function(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the rewritten function for arguments of these types and shapes."""
+        with walking(self, args, kwargs):
+            return super().get_concrete_function(*args, **kwargs)
 
     @property
     def plan(self) -> Plan:
@@ -74,7 +84,6 @@ def rewrite(
     rewritten = Rewritten(_traced_by(fn, policy), getattr(fn, "__name__", "function"), autograph=False, **options)
     functools.update_wrapper(rewritten, fn, updated=())
     if args or kwargs:
-        check_tree((args, kwargs), f"the arguments of {name_of(fn)}")  # before TensorFlow walks along every path
         rewritten.get_concrete_function(*args, **kwargs)
     return rewritten
 
@@ -84,7 +93,8 @@ def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: P
     check_format(policy.compute)
     if not callable(fn):
         return plan_of(decided_graph(fn, policy), _imported(fn))
-    concrete = concrete_of(fn, args, kwargs)
+    with walking(fn, args, kwargs):
+        concrete = concrete_of(fn, args, kwargs)
     return plan_of(decided_for(concrete, policy), concrete.graph)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from polyamp.backends.tensorflow import unstable
-from polyamp.backends.tensorflow.graphs.capture import concrete_of
+from polyamp.backends.tensorflow.graphs.capture import concrete_of, walking
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32
 from polyamp.backends.tensorflow.recording.dependence import Dependence
@@ -225,7 +225,7 @@ def _watched(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
         if found is not None:
             taken.append(found)
 
-    with unstable.watched_gradients(take):
+    with unstable.watched_gradients(take), walking(function, args, kwargs):
         concrete = concrete_of(function, args, kwargs)
     return concrete, tuple(taken)
 

@@ -12,7 +12,7 @@ from polyamp.backends.tensorflow.steps.skipping import places
 from polyamp.errors import no_loss_scale, no_method, no_optimizer, wrapped_already
 from polyamp.policies import Policy
 from polyamp.scale import LossScale, LossScaleState, StepResult
-from polyamp.unscaled import UnscaledGradients
+from polyamp.unscaled import UnscaledGradients, pairs_in
 
 
 class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
@@ -109,8 +109,9 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
             LossScaleError: in eager code on the CPU; otherwise see `last_step`.
             UsageError: `compute_gradients` was called in another function.
         """
-        pairs = list(grads_and_vars)
-        finite = self._unscaled.claim([grad for grad, _ in pairs])
+        grads, variables = pairs_in(grads_and_vars, "apply_gradients(grads_and_vars)")
+        pairs = zip(grads, variables, strict=True)
+        finite = self._unscaled.claim(grads)
         result = self.scaler.step(self.inner, pairs, unscaled=finite, global_step=global_step, name=name)
         return None if tf.executing_eagerly() else tf.group(result.scale, name=name)
 

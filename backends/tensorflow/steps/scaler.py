@@ -49,7 +49,7 @@ from polyamp.scale import (
     report_limits,
     report_nonfinite_loss,
 )
-from polyamp.unscaled import ScaledLosses
+from polyamp.unscaled import ScaledLosses, gradients_in, pairs_in
 
 SCALES = ("loss_scale", "dynamic_scale")
 """Names of the variables that hold a loss scale: in polyamp, and in Keras' optimizers."""
@@ -139,9 +139,13 @@ class LossScaler(tf.Module):
 
         Args:
             grads: gradients of the scaled loss: tensors, ``tf.IndexedSlices`` or None.
+
+        Raises:
+            InvalidTypeError: it is not a list of gradients.
         """
+        grads = gradients_in(grads, "unscale(grads)")
         if not self.settings.check:
-            return list(grads), tf.constant(True)
+            return grads, tf.constant(True)
         with update_scope():
             scale = tf.convert_to_tensor(self.scalars[0])
             finite = tf.logical_and(all_finite(grads), can_divide(scale))
@@ -166,19 +170,18 @@ class LossScaler(tf.Module):
             runs the step.
 
         Raises:
-            InvalidTypeError: ``optimizer`` is not an optimizer.
+            InvalidTypeError: ``optimizer`` is not an optimizer, or ``grads_and_vars`` are not such pairs.
             LossScaleError: from `polyamp.scale.report_limits`, in eager code on the CPU.
             UsageError: the optimizer scales losses itself.
         """
         _check_optimizer(optimizer)
-        pairs = list(grads_and_vars)
-        variables = [variable for _, variable in pairs]
+        grads, variables = pairs_in(grads_and_vars, "step(optimizer, grads_and_vars)")
 
         def update(chosen: Sequence[Any]) -> Any:
             return self._update(optimizer, chosen, variables, options)
 
         with update_scope():
-            return self._step(update, [grad for grad, _ in pairs], unscaled)
+            return self._step(update, grads, unscaled)
 
     @property
     def has_masters(self) -> bool:

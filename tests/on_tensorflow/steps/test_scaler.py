@@ -125,6 +125,17 @@ def test_a_loss_that_is_not_finite_skips_the_step_although_its_gradients_are(mod
     assert scaler.last_step.applied
 
 
+@pytest.mark.parametrize("grads", [3, None, tf.ones(2), [[tf.ones(1)]], [{}], [2], [tf.constant([2])]], ids=str)
+def test_what_are_no_gradients_is_refused(grads: Any) -> None:
+    weight, scaler = tf.Variable([1.0]), LossScaler(EIGHT)
+    pairs = [(grad, weight) for grad in grads] if isinstance(grads, list) else grads
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="a list of gradients"):
+        scaler.unscale(grads)
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="a list of gradients"):
+        scaler.step(Own(), pairs)
+    assert (scaler.loss_scale, weight.numpy().tolist()) == (8.0, [1.0])
+
+
 @pytest.mark.parametrize("loss", [3.0, "loss", None, tf.constant(3)])
 def test_what_is_no_loss_is_refused(loss: Any) -> None:
     with pytest.raises(polyamp.errors.InvalidTypeError, match="a floating-point tensor"):

@@ -35,7 +35,7 @@ class Numbering:
 
         Args:
             operation: its canonical name, or another name that tells it from all others.
-            inputs: the numbers of all its inputs.
+            inputs: the numbers of all its inputs; none for a constant.
             attributes: everything else that its result depends on.
             shape: the shape of its result; None if it is not known.
         """
@@ -50,7 +50,7 @@ class Numbering:
             key = ("reshape", before, shape)
         if key in self._made:
             return self._made[key]
-        number = self.new(shape, is_constant=bool(inputs) and self._constants.issuperset(inputs))
+        number = self.new(shape, is_constant=self._constants.issuperset(inputs))
         if before is not None:
             self._reshaped[number] = before
         if operation in _UNSIGNED:

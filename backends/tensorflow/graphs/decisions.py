@@ -31,12 +31,11 @@ from polyamp.backends.tensorflow.graphs.values import (
     VARIANT,
     Known,
     Lists,
-    Sameness,
     holds_float32,
-    is_constant,
     is_item,
     is_list,
     is_number,
+    numbered,
     reads_data,
     value_of_cast,
     value_of_integers,
@@ -54,7 +53,6 @@ from polyamp.flow import (
     Flow,
     Value,
     is_wide,
-    specific,
 )
 from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as CLASSES
@@ -123,7 +121,10 @@ class Pass:
         self.known: dict[str, Known] = dict(zip(names, arguments, strict=True))
         self.scopes = Scopes(graph, path, traced, lambda: (body.scopes for body in functions.bodies))
         self.parts = parts_of(graph, functions.library)
-        self._sameness = Sameness(graph, lambda value: places.shape(graph, value))
+        self._numbering, self._numbers = numbered(graph, self.known, lambda value: places.shape(graph, value))
+        arguments_by_number = ((self._numbers[name], known.dtype, name) for name, known in self.known.items())
+        # the first value with a number and a type
+        self._equal = {(number, dtype): name for number, dtype, name in arguments_by_number}
         self._unrounded: set[str] = set()  # the values that some node takes computed anew
         self.nodes: list[Decided] = []
         for node in graph.nodes:
@@ -135,6 +136,10 @@ class Pass:
     def inputs_of(self, node: Node) -> list[Known]:
         """Return the facts about a node's inputs; the edge that closes a loop is float32 by need."""
         return [self.known.get(value, KNOWN_CARRIED) for value in node.inputs]
+
+    def equal(self, value: str) -> str:
+        """Return the first of the values that equal a value and have its type."""
+        return self._equal[self._numbers[value], self.known[value].dtype]
 
     def computed_anew(self, value: str, roles: Sequence[str]) -> Node | None:
         """Return the node to compute again in float32, for a use that must not take rounded values of these roles."""
@@ -204,11 +209,10 @@ class Pass:
         return self.functions.decide(self, node) or self.by_flow(node)
 
     def _remember(self, node: Node, decided: Decided) -> None:
-        constants = {value: self.known[value].is_constant for value in node.inputs if value in self.known}
-        results = decided.results
-        if is_constant(node, constants):
-            results = [known._replace(is_constant=True) for known in results]
-        self.known.update(zip(node.outputs, results, strict=True))
+        for value, known in zip(node.outputs, decided.results, strict=True):
+            number = self._numbers[value]
+            self.known[value] = known._replace(is_constant=self._numbering.is_constant(number))
+            self._equal.setdefault((number, known.dtype), value)
         if decided.anew:
             for value, dtype in zip(node.inputs, decided.input_types, strict=True):
                 if dtype == FLOAT32 and value in self.known:
@@ -242,15 +246,24 @@ class Pass:
         """Return the canonical name of a node's operation, given its operands."""
         operation = OPERATIONS.get(node.op, node.op)
         if operation in ("mul", "div"):
-            first, *others = (known.is_constant for known in self.inputs_of(node))
-            over = (first and not any(others)) or self._sameness.divides_again(node)
-            return specific(operation, of_itself=self._sameness.has_same_operands(node), over=over)
+            is_again = self._divides_again(node)
+            first, second = (self._numbers.get(value, -1) for value in node.inputs)
+            return "reciprocal" if is_again else self._numbering.specific(operation, first, second)
         if operation in ("scatter", "scatter_add") and node.name in self.parts.backward:
             return "sum"  # it adds the gradients of everything that was gathered from one place
         is_expanded = _EXPANDED in f"{self.scopes.path}/{node.name}" and operation in CLASSES
         if is_expanded and CLASSES[operation].op_class in ("lower", "follow"):
             return "matrix_exp" if _EXPANDED in self.scopes.scope_of(node).split("/") else operation
         return operation
+
+    def _divides_again(self, node: Node) -> bool:
+        """Return whether a node divides a quotient by its denominator again, like the derivative ``-x / y / y``."""
+        # Such a value is as large as a reciprocal of ``y``. It is not a gradient, so no loss scale brings it into
+        # range.
+        before = self.graph.maker.get(node.inputs[0])
+        if before is None or {node.op, before.op} != {"RealDiv"}:
+            return False
+        return self._numbers[before.inputs[1]] == self._numbers[node.inputs[1]]
 
     def _outcome(self, node: Node, operation: str, decision: Decision, inputs: tuple[Value, ...]) -> Flow:
         is_backward = node.name in self.parts.backward

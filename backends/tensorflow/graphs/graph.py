@@ -40,7 +40,7 @@ class Port(NamedTuple):
 class Node:
     """One node with its typed inputs and outputs."""
 
-    __slots__ = ("controls", "definition", "input_ports", "inputs", "name", "op", "output_ports", "outputs")
+    __slots__ = ("controls", "definition", "input_ports", "inputs", "is_pure", "name", "op", "output_ports", "outputs")
 
     def __init__(self, definition: Any, operation: Any, *, in_function: bool) -> None:
         self.definition, self.name, self.op = definition, definition.name, definition.op
@@ -48,11 +48,14 @@ class Node:
         self.controls = [text[1:] for text in definition.input if text.startswith("^")]
         if operation is None:  # a call of a function by its name, as graphs of TensorFlow 1 have them
             self.input_ports, self.output_ports, self.outputs = [Port(0)] * len(self.inputs), [], []
+            self.is_pure = False
             return
         attributes = definition.attr
         self.input_ports = [port for arg in operation.input_arg for port in _ports(arg, attributes, operation)]
         of_args = [_ports(arg, attributes, operation) for arg in operation.output_arg]
         self.output_ports = [port for ports in of_args for port in ports]
+        refers = any(port.dtype > 100 for port in (*self.input_ports, *self.output_ports))
+        self.is_pure = not (operation.is_stateful or refers)  # it returns the same for the same inputs
         if in_function:
             names = ((arg.name, len(ports)) for arg, ports in zip(operation.output_arg, of_args, strict=True))
             self.outputs = [f"{self.name}:{name}:{index}" for name, count in names for index in range(count)]

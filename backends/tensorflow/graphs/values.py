@@ -8,13 +8,14 @@ the values that are put into the list, and these are known only after the pass o
 the first, every list holds strong float32 values; in the next, each list holds the values that the pass before put into
 it.
 
-``tf.reshape(x, [6]) * tf.reshape(tf.identity(x), [6])`` is a square, though its operands are two values.
+Equal values have equal numbers. ``tf.reshape(x, [6]) * tf.reshape(tf.identity(x), [6])`` is a square, though its
+operands are two values.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -22,7 +23,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, Graph, Node
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.flow import CARRIED, INPUT, WEAK, Value
-from polyamp.operations import OPERATIONS as TABLE
+from polyamp.numbering import Numbering
 from polyamp.plan import Decider
 
 VARIANT: int = tf.variant.as_datatype_enum
@@ -177,15 +178,6 @@ def is_number(dtype: int) -> bool:
     return bool(kind.is_floating or kind.is_integer or kind.is_complex)
 
 
-def is_constant(node: Node, constants: Mapping[str, bool]) -> bool:
-    """Return whether a node's outputs are the same in every call."""
-    if node.op in _CONSTANTS:
-        return True
-    entry = TABLE.get(OPERATIONS.get(node.op, ""))
-    is_pure = entry is not None and (entry.op_class != "keep" or node.op == "Cast")
-    return is_pure and bool(node.inputs) and all(constants.get(value, False) for value in node.inputs)
-
-
 def reads_data(node: Node) -> bool:
     """Return whether a node's outputs come from outside the program, such as the elements of a dataset."""
     return node.op.startswith(_DATA)
@@ -224,54 +216,50 @@ def value_of_capture(tensor: Any, decider: Decider) -> tuple[Value, bool]:
     return Value("other", dtype.name) if dtype.as_datatype_enum in FLOATING else WEAK, True
 
 
-_SAME = ("Identity", "StopGradient", "PreventGradient", "CheckNumerics", "EnsureShape", "Snapshot", "Real", "Conj")
-_MOVES = ("Reshape", "Squeeze", "ExpandDims", "Transpose", "BroadcastTo", "Tile", "ConjugateTranspose", "Cast")
+_MOVED = ("DeepCopy", "Identity", "Snapshot")
+_CHECKED = ("CheckNumerics", "EnsureShape", "PreventGradient", "StopGradient")
+"""Operations that return what they take, and do more than this, so a cast of their input cannot stand for theirs."""
+
+_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+"""Operations that return the same until the variable is written. A read after a write waits for it."""
 
 
-class Sameness:
-    """A comparison of one graph's values, which looks through operations that only move them."""
+def numbered(
+    graph: Graph, known: Mapping[str, Known], shape: Callable[[str], tuple[int, ...] | None]
+) -> tuple[Numbering, dict[str, int]]:
+    """Return the numbering of a graph's values, and the number of each."""
+    numbering = Numbering()
+    reshapes = [node for node in graph.nodes if OPERATIONS.get(node.op) == "reshape"]
+    shapes = {value: shape(value) for node in reshapes for value in (node.inputs[0], *node.outputs)}
+    numbers = {name: numbering.new(shapes.get(name), is_constant=one.is_constant) for name, one in known.items()}
+    closing = numbering.new()  # of the edge that closes a loop
+    for node in graph.nodes:
+        inputs = [numbers.get(value, closing) for value in node.inputs]
+        for place, value in enumerate(node.outputs):
+            numbers[value] = _number(numbering, node, place, inputs, shapes.get(value))
+    return numbering, numbers
 
-    def __init__(self, graph: Graph, shape: Callable[[str], tuple[int, ...] | None] = lambda value: None) -> None:
-        self._graph, self._shape = graph, shape
-        self._keys: dict[str, Any] = {}
 
-    def has_same_operands(self, node: Node) -> bool:
-        """Return whether a node's two operands are the same value, also after the same moves, such as reshapes."""
-        return len(node.inputs) == 2 and self._key(node.inputs[0]) == self._key(node.inputs[1])
+def _number(numbering: Numbering, node: Node, place: int, inputs: Sequence[int], shape: tuple[int, ...] | None) -> int:
+    if node.op == "IdentityN":
+        return numbering.of("identity", [inputs[place]])
+    is_same = node.is_pure and node.op != "Merge" and not reads_data(node)
+    if not is_same and node.op not in (*_READS, *_CHECKED):
+        return numbering.new(shape)
+    attributes = (node.op, place, node.definition.device, *sorted(node.controls), *_attributes(node))
+    if node.op in ("OnesLike", "ZerosLike"):
+        return numbering.of("constant", [], (attributes, *inputs), shape)
+    if node.op in (*_CHECKED, *_MOVED):
+        is_moved = node.op in _MOVED and not node.controls
+        return numbering.of("identity" if is_moved else "stop_gradient", inputs, attributes, shape)
+    name = OPERATIONS.get(node.op, node.op)
+    if name == "reshape" and shape is not None:
+        inputs = inputs[:1]
+    return numbering.of(name, inputs, attributes, shape)
 
-    def divides_again(self, node: Node) -> bool:
-        """Return whether a node divides a quotient by its denominator again, like the derivative ``-x / y / y``."""
-        # Such a value is as large as a reciprocal of ``y``. It is not a gradient, so no loss scale brings it into
-        # range.
-        before = self._graph.maker.get(node.inputs[0])
-        is_quotient = node.op == "RealDiv" and before is not None and before.op == "RealDiv"
-        return is_quotient and before is not None and self._key(before.inputs[1]) == self._key(node.inputs[1])
 
-    def _key(self, value: str) -> Any:
-        if value not in self._keys:
-            self._keys[value] = self._new_key(value)
-        return self._keys[value]
-
-    def _new_key(self, value: str) -> Any:
-        node = self._graph.maker.get(value)
-        if node is None:
-            return value
-        if node.op in _SAME and len(node.outputs) == 1:
-            return self._key(node.inputs[0])
-        if node.op == "IdentityN":
-            return self._key(node.inputs[node.outputs.index(value)])
-        if node.op == "Const":
-            return ("Const", node.definition.attr["value"].tensor.SerializeToString())
-        if node.op == "Reshape" and self._keeps_shape(node):
-            return self._key(node.inputs[0])
-        if node.op in _MOVES:
-            attributes = sorted((name, text.SerializeToString()) for name, text in node.definition.attr.items())
-            inputs = tuple(map(self._key, node.inputs))
-            return (node.op, *inputs, *((name, text) for name, text in attributes if not name.startswith("_")))
-        if node.op in ("Shape", "Pack"):
-            return (node.op, *map(self._key, node.inputs))
-        return value
-
-    def _keeps_shape(self, node: Node) -> bool:
-        before, after = self._shape(node.inputs[0]), self._shape(node.outputs[0])
-        return before is not None and before == after
+def _attributes(node: Node) -> Iterator[Hashable]:
+    for name, value in sorted(node.definition.attr.items()):
+        if not name.startswith("_"):
+            yield name
+            yield value.SerializeToString()

@@ -115,6 +115,7 @@ class Body:
         maker = self._decisions.computed_anew(value, anew) if dtype == FLOAT32 else None
         if maker is not None:
             return self._again(maker, anew)
+        value = self._decisions.equal(value)
         if (value, dtype) not in self.casts:
             self.casts[value, dtype] = self._cast(value, known.dtype, dtype)
         return self.casts[value, dtype]

@@ -101,8 +101,23 @@ def rms_of_the_same_shape(h: Any) -> Any:
     return h * tf.math.rsqrt(tf.reduce_mean(h * tf.reshape(h, (1, 4))) + 1e-12)
 
 
+def rms_of_two_products(x: Any) -> Any:
+    return (x @ WEIGHT) * tf.math.rsqrt(tf.reduce_mean((x @ WEIGHT) * (x @ WEIGHT)) + 1e-12)
+
+
+def rms_of_absolute_values(h: Any) -> Any:
+    return h * tf.math.rsqrt(tf.reduce_mean(tf.abs(h) * tf.abs(h)) + 1e-12)
+
+
+def rms_of_a_sign(h: Any) -> Any:
+    return h * tf.math.rsqrt(1e-12 - tf.reduce_mean(-h * tf.stop_gradient(h)))
+
+
+NORMS = [l2_by_keras, rms_seen_through, rms_of_the_same_shape, rms_of_two_products, rms_of_absolute_values]
+
+
 @pytest.mark.parametrize("factor", [100.0, 1e-3])
-@pytest.mark.parametrize("norm", [l2_by_keras, rms_seen_through, rms_of_the_same_shape])
+@pytest.mark.parametrize("norm", [*NORMS, rms_of_a_sign])
 def test_a_product_of_a_value_with_itself_is_a_square(norm: Any, factor: float) -> None:
     plan = check(lambda x: WAYS * norm(x * factor @ WEIGHT), LOGITS, policy=FP16)
     assert not planned(plan, "square").keys() - {"float32"}
@@ -115,6 +130,21 @@ def test_other_products_are_none() -> None:
 
     assert "square" not in planned(explain(outer, LOGITS, policy=FP16), "square", "mul").elements()
     assert planned(explain(outer, LOGITS, policy=FP16), "mul") == {"float16": 2}
+
+
+@pytest.mark.parametrize(("is_written", "casts"), [(False, 2), (True, 3)])
+def test_equal_values_share_one_cast(is_written: bool, casts: int) -> None:
+    weight = tf.Variable(np.eye(4, dtype="float32"))
+
+    def twice(x: Any) -> Any:
+        y = x @ weight
+        if is_written:
+            weight.assign(2.0 * weight)
+        return y + x @ weight
+
+    fast = rewrite(twice, LOGITS, policy=FP16)
+    assert sum(op.casts for op in fast.plan.operations if op.name == "matmul") == casts
+    assert np.array_equal(fast(LOGITS), LOGITS * (3.0 if is_written else 2.0))
 
 
 @pytest.mark.parametrize("numerator", [1.0, tf.constant(3.0), tf.ones(4)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -367,7 +367,7 @@ class Policy:
         return _write(self.param, self.compute, self.output, self.rules, self.loss_scale, self.name)
 
     def __enter__(self) -> Policy:
-        enter(self, nullcontext(), self)
+        enter(self, self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -450,9 +450,9 @@ _ARGUMENTS = ("param", "compute", "output", "rules", "loss_scale", "name")
 _OF_JMP = {"param_dtype": "param", "params": "param", "compute_dtype": "compute", "output_dtype": "output"}
 """Names of formats in jmp and flax, for errors."""
 
-# Each ``with policy:`` and each region: the policy, the frameworks' autocast that the region entered, the object that
-# was entered, and the entry around this one. One variable, because a context keeps every variable that was ever set.
-Entry = tuple[Policy, AbstractContextManager[Any], object, Any]
+# Each ``with policy:`` and each region: the policy, the object that was entered, what that needs in order to leave, and
+# the entry around this one. One variable, because a context keeps every variable that was ever set.
+Entry = tuple[Policy, object, Any, Any]
 _INNERMOST: ContextVar[Entry | None] = ContextVar("polyamp_policies", default=None)
 _global_policy = Policy("float32", "float32", "float32")
 
@@ -468,25 +468,25 @@ def current_policy() -> Policy:
     return _global_policy if entry is None else entry[0]
 
 
-def enter(policy: Policy, context: AbstractContextManager[Any], owner: object) -> None:
-    """Make a policy the current one until `leave`."""
-    _INNERMOST.set((policy, context, owner, _INNERMOST.get()))
+def enter(policy: Policy, owner: object, held: Any = None) -> None:
+    """Make a policy the current one until `leave`, which returns what is held."""
+    _INNERMOST.set((policy, owner, held, _INNERMOST.get()))
 
 
-def leave(owner: object) -> AbstractContextManager[Any]:
+def leave(owner: object) -> Any:
     """Forget the last entry of an object, which need not be the last of all: two generators end in any order."""
     entry = _INNERMOST.get()
     later: list[Entry] = []
-    while entry is not None and entry[2] is not owner:
+    while entry is not None and entry[1] is not owner:
         later.append(entry)
         entry = entry[3]
     if entry is None:
-        return nullcontext()  # it was entered in another task
+        return None  # it was entered in another task
     outer = entry[3]
-    for policy, context, other, _ in reversed(later):
-        outer = policy, context, other, outer
+    for policy, other, held, _ in reversed(later):
+        outer = policy, other, held, outer
     _INNERMOST.set(outer)
-    return entry[1]
+    return entry[2]
 
 
 def in_policy() -> bool:
@@ -616,7 +616,6 @@ _WITH_POLICY = {
     "autocast": 'polyamp.autocast("mixed_float16")',
     "rewrite": 'polyamp.rewrite(fn, policy="mixed_float16")',
     "value_and_grad": 'polyamp.value_and_grad(fun, "mixed_float16")',
-    "torch.compile": 'options={"policy": "mixed_float16"}',
 }
 
 

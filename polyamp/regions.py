@@ -20,7 +20,7 @@ from polyamp import adapters
 from polyamp.adapters import Adapter, having
 from polyamp.errors import InvalidTypeError, UnsupportedError, brief, warn_once
 from polyamp.formats import name_of_dtype
-from polyamp.policies import Policy, as_policy, chosen_policy, current_policy, enter, leave
+from polyamp.policies import Policy, as_policy, chosen_policy, enter, leave
 from polyamp.policies import policy as make_policy
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
@@ -121,7 +121,7 @@ def _another_autocast(mistaken: Mapping[str, Any]) -> InvalidTypeError:
 class Autocast:
     """The result of `autocast` for a policy: re-entrant, usable from several threads, and a decorator."""
 
-    __slots__ = ("_ambient", "_backend", "_modules", "_policy")
+    __slots__ = ("_backend", "_policy")
 
     def __init__(self, policy: Policy | None, backend: str | None) -> None:
         self._policy = policy
@@ -138,24 +138,27 @@ class Autocast:
         one = len(ambient) == 1
         context = ambient[0].autocast_context(chosen) if one else _together(ambient, chosen)
         context.__enter__()
-        enter(chosen, context, self)
-        self._ambient, self._modules = ambient, len(sys.modules)
+        enter(chosen, self, (chosen, context, ambient, len(sys.modules)))
         return chosen
 
     def __exit__(self, *error: Any) -> None:
-        leave(self).__exit__(*error)
-        if len(sys.modules) != self._modules and self._backend is None:
-            self._report_late()
-
-    def _report_late(self) -> None:
-        late = " and ".join(one.name for one in _ambient(None) if one not in self._ambient)
-        if self._ambient and late and (self._policy or current_policy()).casts:  # without any the entry reported it
-            warn_once(
-                f"{late} was imported inside polyamp.autocast, where it computes as without it. Import it before."
-            )
+        held = leave(self)
+        if held is None:
+            return
+        chosen, context, ambient, modules = held
+        context.__exit__(*error)
+        if self._backend is None and len(sys.modules) != modules and ambient and chosen.casts:
+            _report_late(ambient)  # without an ambient framework the entry reported it
 
     def __call__(self, fn: Fn) -> Fn:
         return autocast_function(fn, self._policy, self._backend)  # type: ignore[return-value]
+
+
+def _report_late(ambient: list[Adapter]) -> None:
+    late = " and ".join(one.name for one in _ambient(None) if one not in ambient)
+    if late:
+        text = f"{late} was imported inside polyamp.autocast, where it computes as without it. Import it before."
+        warn_once(text, stacklevel=4)
 
 
 def _traced(policy: Policy | None) -> AbstractContextManager[Any] | None:

@@ -78,21 +78,34 @@ def test_a_functions_own_attributes_are_there_before_its_first_call() -> None:
 
 
 LATE = """
-import sys, polyamp
-first, late = sys.argv[1:]
+import sys, threading, polyamp
+first, late, again = sys.argv[1:]
+region = polyamp.autocast("mixed_bfloat16")
+def enter():
+    with region:
+        assert polyamp.current_policy().compute == "bfloat16"
 __import__(first)
-with polyamp.autocast("mixed_bfloat16"):
+with region:
     __import__(late)
-with polyamp.autocast("mixed_bfloat16"):
-    assert polyamp.current_policy().compute == "bfloat16"
+    thread = threading.Thread(target=enter)
+    {"here": enter, "thread": lambda: (thread.start(), thread.join()), "": int}[again]()
+enter()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "late", "is_reported"),
-    [("torch", "tensorflow", True), ("tensorflow", "torch", True), ("torch", "jax", False), ("json", "torch", True)],
+    ("first", "late", "again", "is_reported"),
+    [
+        ("torch", "tensorflow", "here", True),
+        ("torch", "tensorflow", "thread", True),
+        ("tensorflow", "torch", "", True),
+        ("torch", "jax", "", False),
+        ("json", "torch", "", True),
+    ],
 )
-def test_a_framework_that_is_imported_inside_a_region_is_reported(first: str, late: str, is_reported: bool) -> None:
-    done = subprocess.run([sys.executable, "-c", LATE, first, late], capture_output=True, text=True, check=True)
+def test_a_framework_that_is_imported_inside_a_region_is_reported(
+    first: str, late: str, again: str, is_reported: bool
+) -> None:
+    done = subprocess.run([sys.executable, "-c", LATE, first, late, again], capture_output=True, text=True, check=True)
     assert done.stderr.count("PolyampWarning") == is_reported

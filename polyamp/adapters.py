@@ -113,9 +113,9 @@ class Adapter(Protocol):
     def autocast_context(self, policy: Policy) -> AbstractContextManager[Any]:
         """Return a new context in which operations run under ``policy``, on every device."""
 
-    # For a framework whose compiler traces the Python code that enters a region.
-    def traced_context(self, policy: Policy) -> AbstractContextManager[Any] | None:
-        """Return a context that the compiler can trace if it is tracing the caller now; None otherwise."""
+    # For a framework whose compiler traces Python code. While it does, it must be able to trace the first verbs too.
+    def is_tracing(self) -> bool:
+        """Return whether the compiler is tracing the caller now."""
 
     # For a framework that transforms functions instead of running them in a context.
     def autocast_function(self, fn: Callable[..., Any], policy: Policy | None, **options: Any) -> Callable[..., Any]:
@@ -392,9 +392,23 @@ def loaded() -> list[Adapter]:
     return [_adapters.get(value) or _load(entry) for value, entry in present.items()]
 
 
-def in_use() -> Iterable[Adapter]:
-    """Return the adapters that were loaded so far. Loads none, so that a compiler can trace it."""
-    return _adapters.values()
+def tracing() -> Adapter | None:
+    """Return the adapter whose compiler is tracing the calling code: it could not follow a search for adapters."""
+    _load_first()
+    for adapter in _adapters.values():
+        if hasattr(adapter, "is_tracing") and adapter.is_tracing():
+            return adapter
+    return None
+
+
+def _load_first() -> None:
+    if not _adapters:
+        with suppress(Exception):  # it is raised again where it matters
+            loaded()
+
+
+# torch.compile runs this function while it traces the caller, and does not trace the imports.
+_load_first._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def no_adapter(obj: object, *, where: str) -> InvalidTypeError:

@@ -587,6 +587,8 @@ def _numpy_dtype(name: str) -> Any:
 def _cast(tree: Tree, format_name: str) -> Tree:
     from polyamp import adapters
 
+    if tracing := adapters.tracing():
+        return tracing.cast(tree, format_name)
     hidden = getattr(tree, "__dict__", {}).values()  # for an object that is not a container, its attributes
     try:
         for adapter in adapters.adapters_within(tree) or adapters.adapters_within(*hidden):

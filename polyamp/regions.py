@@ -163,13 +163,10 @@ def _report_late(ambient: list[Adapter]) -> None:
 
 def _traced(policy: Policy | None) -> AbstractContextManager[Any] | None:
     """Return the framework's own context if a compiler is tracing this code: it cannot follow context variables."""
-    if policy is not None:
-        for adapter in adapters.in_use():
-            trace = getattr(adapter, "traced_context", None)
-            context: AbstractContextManager[Any] | None = trace and trace(policy)
-            if context is not None:
-                return context
-    return None
+    if policy is None:
+        return None
+    adapter = adapters.tracing()
+    return None if adapter is None else adapter.autocast_context(policy)
 
 
 @contextmanager

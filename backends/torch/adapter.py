@@ -3,7 +3,7 @@
 import torch
 
 from polyamp.adapters import AdapterTable
-from polyamp.backends.torch.autocast.context import autocast_context, traced_context
+from polyamp.backends.torch.autocast.context import autocast_context
 from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.devices import describe
 from polyamp.backends.torch.operations import OPERATIONS
@@ -29,7 +29,7 @@ adapter = AdapterTable(
         "save_loss_scale": save_loss_scale,
         "load_loss_scale": load_loss_scale,
         "autocast_context": autocast_context,
-        "traced_context": traced_context,
+        "is_tracing": torch.compiler.is_compiling,
         "rewrite": "polyamp.backends.torch.graphs.explain:rewritten_for",
         "explain": "polyamp.backends.torch.graphs.explain:planned",
         "fsdp_policy": "polyamp.backends.torch.sharding:fsdp_policy",

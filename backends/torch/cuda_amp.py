@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from polyamp.backends.torch.autocast.context import traced_context
 from polyamp.backends.torch.autocast.regions import ACCELERATOR, DEVICE_TYPES
 from polyamp.backends.torch.grad_scaler import GradScaler as PolyampGradScaler
 from polyamp.backends.torch.unstable import constant_when_compiled
@@ -57,7 +56,7 @@ def autocast(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_ena
     low = _POLICIES.get(dtype)
     if _HAS_CUDA or not enabled or low is None or not cache_enabled:
         return torch.autocast(_DEVICE, dtype=dtype, enabled=bool(enabled), cache_enabled=cache_enabled)
-    return traced_context(low) or polyamp_autocast(low, backend="torch")
+    return polyamp_autocast(low, backend="torch")
 
 
 class GradScaler(PolyampGradScaler):

@@ -151,11 +151,8 @@ def _report_tensorfloat32(compute: str) -> None:
 
 def autocast_context(policy: Policy) -> AbstractContextManager[None]:
     """Return a new `autocast`; warn at the first use of a format if a device here is slow in it."""
+    if torch.compiler.is_compiling():
+        return _traced(policy)
     if policy.compute not in REPORTED:
         report_slow(policy.compute)
     return Entered(policy)
-
-
-def traced_context(policy: Policy) -> AbstractContextManager[None] | None:
-    """Return an `autocast` that Dynamo can trace if it is tracing the caller now; None otherwise."""
-    return _traced(policy) if torch.compiler.is_compiling() else None

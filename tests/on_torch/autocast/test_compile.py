@@ -80,10 +80,27 @@ def test_the_public_names_compile(backend: str) -> None:
     def fn(x: Tensor) -> tuple[Tensor, ...]:
         with polyamp.autocast("mixed_bfloat16"):
             product = x @ x.t()
-        return product, decorated(x), model(x), softmax(x)
+        return product, decorated(x), model(x), *LOWER.cast_to_compute([x]), softmax(x)
 
     found = torch.compile(fn, backend=backend, fullgraph=True)(X)
-    assert [value.dtype for value in found] == [LOW, LOW, LOW, FULL]
+    assert [value.dtype for value in found] == [LOW, LOW, LOW, LOW, FULL]
+
+
+FIRST = """
+import torch, polyamp
+low = polyamp.policy("mixed_bfloat16")
+def fn(x):
+    with {region}:
+        return {value}
+assert torch.compile(fn, backend="eager", fullgraph=True)(torch.ones(2, 2)).dtype == torch.bfloat16
+"""
+
+
+@pytest.mark.parametrize(
+    ("region", "value"), [("polyamp.autocast(low)", "x @ x"), ("torch.no_grad()", "low.cast_to_compute([x])[0]")]
+)
+def test_the_first_use_may_be_in_compiled_code(region: str, value: str) -> None:
+    subprocess.run([sys.executable, "-c", FIRST.format(region=region, value=value)], check=True)
 
 
 @BACKENDS

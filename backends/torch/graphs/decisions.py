@@ -27,7 +27,7 @@ from polyamp.backends.torch.dtypes import DTYPES
 from polyamp.backends.torch.graphs import writing
 from polyamp.backends.torch.graphs.nodes import (
     Aliases,
-    Sameness,
+    Numbers,
     addend_of,
     line_near,
     native_name,
@@ -62,6 +62,7 @@ _WITH_NUMBERS = frozenset(
     {"add", "sub", "mul", "div", "floor_div", "remainder", "lerp", "addcmul", "addcdiv", "compare"}
     | {"where", "clip", "maximum", "minimum", "fill", "scatter", "pad"}
 )
+_AUTOCAST = frozenset({"_enter_autocast", "_exit_autocast"})
 _MAKING = frozenset({"constant", "fill"})  # they make a tensor of a number
 # Operations that promote integers to the type of floating operands, in which large ones may not fit.
 _WITH_INTEGERS = frozenset({*_WITH_NUMBERS, "pow", "mean"} - {"pad", "scatter", "fill"})
@@ -79,23 +80,24 @@ class Pass:
         attributes: Attributes,
         *,
         operations: list[PlannedOperation],
+        numbers: Numbers,
         off: int = 0,
     ) -> None:
         self.module, self.decider, self.graph, self.attributes = module, decider, graph, attributes
         self._low = DTYPES[decider.compute]
         self.operations = operations
         self._off = off  # how many regions turn autocast off here
-        self.known: dict[Node, Known] = dict(arguments)
-        self.aliases, self._sameness = Aliases(module.graph), Sameness()
+        self.known = {node: known._replace(number=numbers[node]) for node, known in arguments.items()}
+        self.aliases, self.numbers = Aliases(module.graph), numbers
         self._new = Writing(graph, unstable.fake_mode_of(node.meta.get("example_value") for node in module.graph.nodes))
         self._rounding: set[Node] = set()  # nodes with several results, whose first is rounded where it is used
         self._again: dict[Node, bool] = {}  # nodes that may be written again; whether gradients are recorded there
         self._anew: dict[tuple[Node, tuple[str, ...]], Known] = {}  # nodes that were written again, in float32
-        for node, argument in arguments.items():
-            self._sameness.add(node, None, is_constant=argument.is_constant)
+        self._returned: dict[Node, Node] = {}  # the value behind each result
+        self._classes = {node: found for node in module.graph.nodes if (found := self._read_node(node)) is not None}
         for node in module.graph.nodes:
             if node.op not in ("placeholder", "output"):
-                self.known[node] = self._write_node(node)
+                self.known[node] = self._write_node(node)._replace(number=numbers[node])
 
     def results(self, *, as_declared: bool = True) -> Any:
         """Return the graph's results, with `Known` instead of nodes, cast to the declared dtypes."""
@@ -105,6 +107,8 @@ class Pass:
     def _restore(self, given: Node) -> Known:
         known = self._widen(given, ("saturated",))
         node = self._new.cast(known, None)
+        if self._returned.setdefault(node, known.node) is not known.node:  # equal results do not share their memory
+            node = self._new.cast(known._replace(number=None), None)
         if self._new.made:
             self.operations.append(planned_result(self.known[given], self._new.made))
         self._new.made.clear()
@@ -121,24 +125,52 @@ class Pass:
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
+    def _read_node(self, node: Node) -> tuple[str, Decision] | None:
+        """Return the name and class of an operation; give the node's value its number, before anything is written."""
+        if node.op in ("placeholder", "output"):
+            return None
+        if node.op == "get_attr":
+            self.numbers.add(node, is_constant=isinstance(getattr(self.module, str(node.target)), Tensor))
+            return None
+        if native_name(node) in _AUTOCAST:
+            self._follow_autocast(node)
+        if native_name(node) == "_set_grad_enabled":
+            self.numbers.records = bool(node.args[0])
+        found = self._classify(node) if self._is_operation(node) else None
+        self.numbers.add_call(node, operation_of(node))
+        for name in {name for one in self.aliases.changed(node) for name in self.aliases.names(one)}:
+            self.numbers.add(name)
+        return found
+
+    def _is_operation(self, node: Node) -> bool:
+        """Return whether a node computes with tensors, and is not one of several results of another."""
+        if native_name(node) in _AUTOCAST or _runs_bodies(node):
+            return False
+        used = [self._declared(one) for one in node.all_input_nodes]
+        is_item = native_name(node) == "getitem" and not isinstance(used[0], Tensor)
+        return not is_item and bool(tensors_of((self._declared(node), used)))
+
+    def _declared(self, node: Node) -> Any:
+        return self.known[node].declared if node in self.known else node.meta.get("example_value")
+
     def _write_node(self, node: Node) -> Known:
+        if node in self._classes:
+            return self._write_operation(node, *self._classes[node])
         example = node.meta.get("example_value")
         if node.op == "get_attr":
             return self._write_attribute(node, example)
-        if native_name(node) in ("_enter_autocast", "_exit_autocast"):
+        if native_name(node) in _AUTOCAST:
             return self._follow_autocast(node)
         if unstable.is_operator_of_bodies(node.target, "tag_activation_checkpoint"):
             return self._write_checkpoint(node)
         if unstable.is_operator_of_bodies(node.target, "cond"):
             return self._write_branches(node)
         source = self.known[node.args[0]] if node.args and isinstance(node.args[0], Node) else None
-        if native_name(node) == "getitem" and source is not None and not isinstance(source.declared, Tensor):
+        if native_name(node) == "getitem" and source is not None and tensors_of(source.declared):
             return self._write_item(node, source)
         if native_name(node) == "_set_grad_enabled":
             self._new.records = bool(node.args[0])
-        if not tensors_of((example, [self.known[used].declared for used in node.all_input_nodes])):
-            return Known(self.graph.node_copy(node, lambda used: self.known[used].node), example, example)
-        return self._write_operation(node)
+        return Known(self.graph.node_copy(node, lambda used: self.known[used].node), example, example)
 
     def _follow_autocast(self, node: Node) -> Known:
         """Follow a region in which the user's code turns autocast off; refuse one that casts."""
@@ -153,7 +185,6 @@ class Pass:
     def _write_attribute(self, node: Node, example: Any) -> Known:
         """Write a constant tensor of the graph; or a body, if the operator that runs it is not decided."""
         held = getattr(self.module, str(node.target))
-        self._sameness.add(node, None, is_constant=isinstance(held, Tensor))
         if isinstance(held, Tensor):
             value = self.decider.constant(magnitude(held)) if is_floating(held) else known_value(held)
             return Known(self._add_attribute(held), example, example, value)
@@ -165,7 +196,6 @@ class Pass:
 
     def _write_item(self, node: Node, source: Known) -> Known:
         """Write one of several results of an operation."""
-        self._sameness.add(node, "slice")
         index: Any = node.args[1]
         value = source.value[index] if isinstance(source.value, list) else source.value
         new = self._new.copy(node, {one: self.known[one].node for one in node.all_input_nodes}, source.fake[index])
@@ -173,12 +203,10 @@ class Pass:
         known = Known(new, source.fake[index], declared, known_value(declared) if is_integral(declared) else value)
         return self._round(known) if index == 0 and node.args[0] in self._rounding else known
 
-    def _write_operation(self, node: Node) -> Known:
-        operation, decision = self._classify(node)
+    def _write_operation(self, node: Node, operation: str, decision: Decision) -> Known:
         inputs = [self.known[used] for used in node.all_input_nodes]
         outcome, known = self._decide(node, operation, decision)
         known = known._replace(value=of_its_type(known, inputs))
-        self._sameness.add(node, operation, is_changed=self.aliases.is_touched(node))
         self.decider.lowered |= outcome.format == self.decider.compute
         if tensors_of(known.declared) or self.aliases.changed(node):
             self.operations.append(planned(node, operation, decision, outcome, inputs, known, self._new.made))
@@ -188,7 +216,7 @@ class Pass:
     def _classify(self, node: Node) -> tuple[str, Decision]:
         """Return an operation's name and class. A user's rule for ``mul`` also holds for a square."""
         path, plain = path_of(node), operation_of(node) or native_name(node)
-        name = self._sameness.specific(node, plain)
+        name = self.numbers.specific(node, plain)
         decision, of_plain = self.decider.decide(name, path), self.decider.decide(plain, path)
         if self._off and decision.op_class not in ("neutral", "keep"):
             return name, Decision("full", "torch.autocast(enabled=False)")
@@ -281,7 +309,7 @@ class Pass:
         for one in changed:
             new = known if isinstance(fake, Tensor) else Known(inputs[one], fakes[one], None, value)
             for name in self.aliases.names(one) & self.known.keys():  # every node with that memory
-                self.known[name] = new._replace(declared=self.known[name].declared)
+                self.known[name] = new._replace(declared=self.known[name].declared, number=self.numbers[node])
         return known
 
     def _round(self, known: Known) -> Known:
@@ -313,7 +341,7 @@ class Pass:
         for name in names:
             for node in (name, *name.users):
                 self._again.pop(node, None)
-        stale = {self.known[name].node for name in names & self.known.keys()}
+        stale = {self.known[name].number for name in names & self.known.keys()}
         self._new.forget(stale)
 
     # --- bodies -------------------------------------------------------------------------------------------------------
@@ -351,8 +379,16 @@ class Pass:
         for placeholder, argument in zip(captured.graph.find_nodes(op="placeholder"), given, strict=True):
             outer = self.known[argument] if isinstance(argument, Node) else Known(argument, argument, argument)
             arguments[placeholder] = outer._replace(node=graph.node_copy(placeholder))
+            self.numbers.add_same(placeholder, argument)
         passed = Pass(
-            captured, self.decider, graph, arguments, self.attributes, operations=self.operations, off=self._off
+            captured,
+            self.decider,
+            graph,
+            arguments,
+            self.attributes,
+            operations=self.operations,
+            numbers=self.numbers,
+            off=self._off,
         )
         results = passed.results(as_declared=as_declared)
         passed.finish(results)

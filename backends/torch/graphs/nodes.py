@@ -23,7 +23,7 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.operations import FUNCTIONS, canonical
 from polyamp.backends.torch.unstable import storage_of
 from polyamp.backends.torch.user_code import line_in
-from polyamp.flow import specific
+from polyamp.numbering import Numbering
 from polyamp.operations import OPERATIONS
 
 OPERATORS: tuple[type, type] = (type(torch.ops.aten.mm.default), type(torch.ops.aten.mm))  # an overload, a packet
@@ -239,66 +239,79 @@ def _memories(node: Node) -> Iterator[int]:
     return (memory for leaf in leaves if isinstance(leaf, Tensor) and (memory := storage_of(leaf)) is not None)
 
 
-_SAME_VALUE = frozenset({"identity", "cast"})  # if the dtype stays
+_SYNONYMS = frozenset({"add", "sub", "mul", "div", "neg", "abs"})  # whatever function or operator computes them
 _SAME_IF_REAL = frozenset({"conj", "_conj", "real", "conj_physical"})
-_DIFFERENT = frozenset({"random", "dropout", "constant", "fill", "custom_call", "optimizer_update"})
-_FROM_SHAPES = frozenset({"constant", "fill", "shape"})
+_RANDOM = frozenset({"random", "dropout", "attention", "lstm_cell", "gru_cell", "rnn_cell"})  # or may be
 
 
-class Sameness:
-    """Numbers for the values of a graph, equal for equal values; and which of them are constants."""
-
-    # Two values are the same if the same operation made both from the same values. Operations that return their input,
-    # such as a copy, a cast to its own type or ``conj`` of real numbers, do not make a new value.
+class Numbers:
+    """The numbers of the values of a graph and its bodies, by node; see `polyamp.numbering`."""
 
     def __init__(self) -> None:
+        self._numbering = Numbering()
+        self._literals = self._numbering.new(is_constant=True)  # an input of every call: one without others is constant
         self._numbers: dict[Node, int] = {}
-        self._made: dict[str, int] = {}
-        self._constants: set[Node] = set()
+        self.records = True
 
-    def add(self, node: Node, operation: str | None, *, is_constant: bool = False, is_changed: bool = False) -> None:
-        """Give a number to the result of a node."""
-        self._numbers[node] = self._number(node, operation)
-        made_of = [one for one in operands_of(node) if isinstance(one.meta.get("example_value"), Tensor)]
-        is_pure = operation not in (None, "random", "dropout") and not is_changed
-        of_constants = operation in _FROM_SHAPES or (made_of and self._constants.issuperset(made_of))
-        if is_constant or (is_pure and of_constants):
-            self._constants.add(node)
+    def __getitem__(self, node: Node) -> int:
+        return self._numbers[node]
+
+    def add(self, node: Node, *, is_constant: bool = False) -> None:
+        """Give a node a number that no other has: an argument, or memory that was changed."""
+        self._numbers[node] = self._numbering.new(_shape(node), is_constant=is_constant)
+
+    def add_same(self, node: Node, other: Any) -> None:
+        """Give a node the number of another node, or of a Python number."""
+        self._numbers[node] = self._numbers[other] if isinstance(other, Node) else self._literals
+
+    def add_call(self, node: Node, operation: str | None) -> None:
+        """Give the result of a call its number. Gradients do not pass it where they are not recorded."""
+        example = node.meta.get("example_value")
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(example)):  # a size: the text says which
+            self._numbers[node] = self._numbering.of("shape", [self._literals], str(example))
+            return
+        if operation not in OPERATIONS or operation in _RANDOM or native_name(node).startswith("rrelu"):
+            self.add(node)
+            return
+        skipped = 1 if operation == "fill" else 0  # its first argument has the shape alone
+        inputs = [*(self._numbers[used] for used in operands_of(node)[skipped:]), self._literals]
+        call = map_arg((node.args[skipped:], node.kwargs), lambda used: {"%": self._numbers[used]})
+        kind = (example.dtype, example.device) if isinstance(example, Tensor) else None
+        number = self._numbering.of(_name(node, operation), inputs, f"{call!r} {kind}", _shape(node))
+        self._numbers[node] = number if self.records else self._numbering.of("stop_gradient", [number])
+
+    def is_constant(self, node: Node) -> bool:
+        """Return whether a value is a constant, or made of constants alone."""
+        return self._numbering.is_constant(self._numbers[node])
 
     def specific(self, node: Node, operation: str) -> str:
-        """Return the operation that a node is, considering its operands; see `polyamp.flow.specific`."""
+        """Return the operation that a node is, considering its operands."""
         if operation not in ("mul", "div", "dot"):
             return operation
         named = [node.kwargs[name] for name in ("input", "self", "other", "tensor", "tensor2") if name in node.kwargs]
         operands: list[Any] = [*node.args, *named, None, None]
-        first, second = operands[:2]
-        both = isinstance(first, Node) and isinstance(second, Node)
-        of_itself = both and self._numbers.get(first, first) == self._numbers.get(second, second)
-        over = self._is_constant(first) and isinstance(second, Node) and not self._is_constant(second)
-        return specific("mul" if operation == "dot" and of_itself else operation, of_itself=of_itself, over=over)
-
-    def _number(self, node: Node, operation: str | None) -> int:
-        first = next(iter(node.args), None)
-        if isinstance(first, Node) and first in self._numbers and _returns_its_input(node, first, operation):
-            return self._numbers[first]
-        unique = len(self._numbers) + len(self._made)
-        if operation not in OPERATIONS or operation in _DIFFERENT or not node.op.startswith("call"):
-            return -unique - 1
-        call = map_arg((node.args, node.kwargs), lambda used: {"%": self._numbers.get(used, used.name)})
-        return self._made.setdefault(f"{node.target!r} {call!r}", unique)
-
-    def _is_constant(self, operand: Any) -> bool:
-        if isinstance(operand, Node):
-            return operand in self._constants or not isinstance(
-                operand.meta.get("example_value", operand), Tensor | Node
-            )
-        return isinstance(operand, int | float)
+        first, second = (self._numbers[one] if isinstance(one, Node) else self._literals for one in operands[:2])
+        found = self._numbering.specific("mul" if operation == "dot" else operation, first, second)
+        return operation if found == "mul" else found
 
 
-def _returns_its_input(node: Node, first: Node, operation: str | None) -> bool:
-    if operation not in _SAME_VALUE and native_name(node).partition(".")[0] not in _SAME_IF_REAL:
-        return False
-    before, after = first.meta.get("example_value"), node.meta.get("example_value")
-    if not (isinstance(before, Tensor) and isinstance(after, Tensor)):
-        return before is after is None
-    return before.dtype == after.dtype and not before.is_complex() and before.shape == after.shape
+def _name(node: Node, operation: str) -> str:
+    """Return the name of a call for the numbering: an operation on numbers has one, whatever function computes it."""
+    native = native_name(node).partition(".")[0]
+    before, after = (one.meta.get("example_value") for one in (next(iter(operands_of(node)), node), node))
+    if native == "detach":
+        return "stop_gradient"
+    if isinstance(before, Tensor) and isinstance(after, Tensor) and before.dtype == after.dtype:
+        returns_input = operation in ("identity", "cast") or native == "as_tensor"
+        if (returns_input or (native in _SAME_IF_REAL and not before.is_complex())) and before.device == after.device:
+            return "identity"
+        is_reshape = operation == "reshape" and native != "as_strided"
+        takes_all = operation == "slice" and len(node.all_input_nodes) == 1 and "[" not in repr(node.args[1:])
+        if (is_reshape or takes_all) and str(before.numel()) == str(after.numel()):
+            return "reshape"
+    return operation if operation in _SYNONYMS and native != "rsub" else native_name(node)
+
+
+def _shape(node: Node) -> tuple[str, ...] | None:
+    example = node.meta.get("example_value")
+    return tuple(map(str, example.shape)) if isinstance(example, Tensor) else None

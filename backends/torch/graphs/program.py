@@ -17,9 +17,9 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.graphs.capture import CONSTANTS, Captured, capture, check_arguments, refusals
 from polyamp.backends.torch.graphs.decisions import Pass, under_autocast
-from polyamp.backends.torch.graphs.nodes import is_composite
+from polyamp.backends.torch.graphs.nodes import Numbers, is_composite
 from polyamp.backends.torch.graphs.planning import bytes_saved
-from polyamp.backends.torch.graphs.values import Known, input_of
+from polyamp.backends.torch.graphs.values import Known, input_of, is_floating
 from polyamp.backends.torch.graphs.writing import Attributes
 from polyamp.errors import InvalidTypeError, kind_of
 from polyamp.plan import Decider, Plan, PlannedOperation
@@ -76,14 +76,22 @@ class _Writer:
 
     def __init__(self, captured: Captured, names: Mapping[int, str], decider: Decider, attributes: Attributes) -> None:
         self.captured, self.names, self.decider, self.attributes = captured, names, decider, attributes
-        self.graph = Graph()
+        self.graph, self.numbers = Graph(), Numbers()
         self._leaves = [self.graph.placeholder(f"arg_{index}") for index, _ in enumerate(captured.leaves)]
         self._gotten: dict[int, Node] = {}
 
     def written(self, operations: list[PlannedOperation], names: Sequence[str]) -> Graph:
         """Return the graph, with these names for its arguments."""
         module, arguments = self.captured.module, self._arguments()
-        passed = Pass(module, self.decider, self.graph, arguments, self.attributes, operations=operations)
+        passed = Pass(
+            module,
+            self.decider,
+            self.graph,
+            arguments,
+            self.attributes,
+            operations=operations,
+            numbers=self.numbers,
+        )
         computed = dict(zip(map(id, self.captured.outputs), passed.results(), strict=True))
         leaves = [self._result(leaf, computed) for leaf in self.captured.results]
         passed.finish(leaves)
@@ -105,6 +113,8 @@ class _Writer:
         is_ours = not any(leaf is given for leaf in self.captured.leaves)
         new = self._input(given)
         new.meta["example_value"] = fake
+        is_buffer = is_ours and not isinstance(given, nn.Parameter)
+        self.numbers.add(node, is_constant=is_buffer and is_floating(given))
         return input_of(new, fake, given, self.decider, is_ours=is_ours)
 
     def _input(self, given: Tensor) -> Node:
@@ -119,6 +129,7 @@ class _Writer:
 
     def _size(self, node: Node, given: Any, tensors: Mapping[Node, Known]) -> Known:
         symbol = node.meta["example_value"]
+        self.numbers.add_call(node, None)
         for known in tensors.values():
             for dim, length in enumerate(known.fake.shape):
                 if unstable.same_symbol(length, symbol):

@@ -24,7 +24,7 @@ class Known(NamedTuple):
     fake: Any  # a fake with its dtype there; a tuple for several values, or a number
     declared: Any  # a fake with its dtype in the captured graph
     value: Any = WEAK  # the flow rule's facts about it; a list with one item for each of several values
-    is_constant: bool = False  # whether it is a tensor of the program itself, whose numbers are known
+    number: int | None = None  # equal for equal values; see `polyamp.numbering`
 
 
 def map_known(tree: Any, fn: Callable[[Known], Any]) -> Any:
@@ -63,7 +63,7 @@ def input_of(node: Any, fake: Any, given: Any, decider: Decider, *, is_ours: boo
     if not is_ours or is_parameter or not isinstance(given, Tensor):
         return Known(node, fake, fake, known_value(fake, "weak" if is_ours or is_parameter else "input"))
     value = decider.constant(magnitude(given)) if given.dtype == torch.float32 else known_value(fake)
-    return Known(node, fake, fake, value, is_constant=is_floating(given))
+    return Known(node, fake, fake, value)
 
 
 def value_of(known: Known) -> Value:

@@ -24,7 +24,7 @@ class Writing:
         self.graph, self.mode = graph, mode
         self.records = True
         self.made: list[tuple[Known, torch.dtype]] = []
-        self._casts: dict[tuple[Any, torch.dtype, bool], Node] = {}
+        self._casts: dict[tuple[Any, ...], Node] = {}
 
     def run_on_fakes(self, node: Node, fakes: Mapping[Node, Any]) -> Any:
         """Return the fake result of a node for these fake inputs."""
@@ -42,12 +42,13 @@ class Writing:
         return new
 
     def cast(self, known: Known, dtype: torch.dtype | None, *, adds: bool = False) -> Any:
-        """Return a value in a dtype: the node itself, or a cast, which is written once."""
+        """Return a value in a dtype: the node itself, or a cast, which is written once for all equal values."""
         if isinstance(known.fake, tuple | list) and dtypes_of(known.fake) != dtypes_of(known.declared):
             return tuple(self.cast(part, dtype) for part in self._parts(known))
         if not isinstance(known.fake, Tensor) or known.fake.dtype == (target := target_of(known, dtype)):
             return known.node
-        key = (known.node, target, self.records)
+        strides = str(known.fake.stride()) if known.fake.layout == torch.strided else ""
+        key = (known.node if known.number is None else known.number, known.fake.dtype, strides, target, self.records)
         if key not in self._casts:
             self.made.append((known, target))
             source = saturated(self.graph, known.node, target) if adds and may_exceed(value_of(known)) else known.node
@@ -57,7 +58,7 @@ class Writing:
         return self._casts[key]
 
     def forget(self, stale: Collection[Any]) -> None:
-        """Drop casts of nodes whose values have changed."""
+        """Drop casts of values, given by their numbers, that have changed."""
         self._casts = {key: made for key, made in self._casts.items() if key[0] not in stale}
 
     def _parts(self, known: Known) -> Iterator[Known]:

@@ -251,7 +251,7 @@ def test_other_dtypes_are_left_alone() -> None:
 def test_float32_that_the_user_asked_for_is_float32() -> None:
     def fn(x: Tensor) -> Tensor:
         y = x @ W
-        return y.float() * y.neg() + y.sum(dtype=torch.float32) + y.to(torch.float32)
+        return y.float() * y.relu() + y.sum(dtype=torch.float32) + y.to(torch.float32)
 
     policy = polyamp.policy("mixed_bfloat16", rules={"sum": "lower"})
     decided = {op.name: (op.format, op.reason) for op in explain(fn, X, policy=policy).operations}

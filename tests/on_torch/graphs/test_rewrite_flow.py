@@ -62,6 +62,9 @@ KEPT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], float]] = {
     "a product of reshapes": (lambda y: (y.view(8, 4) * y.reshape(8, 4)).mean(-1), (), 50.0),
     "a dot product with itself": (lambda y: torch.dot(y.flatten(), y.flatten()).sqrt(), (), 300.0),
     "a product in place": (lambda y: (y + 1).mul_(y + 1).mean(-1).sqrt(), (), 300.0),
+    "a product of flat shapes": (lambda y: (y.reshape(-1) * y.reshape(y.numel())).mean().sqrt(), (), 300.0),
+    "a product with its negative": (lambda y: torch.exp((-y * y).mean(-1) * 1e-5), (), 300.0),
+    "a product of views as tensors": (lambda y: (y[None] * torch.as_tensor(y).unsqueeze(0)).mean(-1).sqrt(), (), 300.0),
     "ones over": (lambda y: torch.log(torch.ones_like(y) / (y.relu() + 1e-5)), (), 1.0),
 }
 
@@ -117,6 +120,36 @@ def test_what_an_operation_is_depends_on_its_operands() -> None:
     assert "div" in decided(lambda y: y / 2, X)
     assert "div" in decided(lambda y: y / (y + 4), X)
     assert decided(lambda y: y * y, X, mul="lower")["mul"] == ("float16", "rule 'mul'")
+
+
+def changed_and_used(y: Tensor) -> Tensor:
+    a, b = y + 1, y + 1
+    c = torch.sigmoid(a)
+    a.mul_(2)
+    return c * torch.sigmoid(a) * torch.sigmoid(b) * (a * b)
+
+
+def without_gradients(y: Tensor) -> Tensor:
+    with torch.no_grad():
+        fixed = torch.exp(y * 2) @ W
+    return fixed + torch.exp(y * 2) @ W
+
+
+@pytest.mark.parametrize("function", [changed_and_used, without_gradients])
+def test_values_are_equal_only_if_their_memory_and_derivatives_are(function: Callable[..., Any]) -> None:
+    model = Layer(function)
+    exact = outcome(model, model, (X,))
+    for ours, theirs in zip(outcome(rewrite(model, X, policy="mixed_float16"), model, (X,)), exact, strict=True):
+        assert (ours - theirs).norm() <= 2e-3 * theirs.norm()
+    assert "square" not in decided(function, X)
+
+
+def test_equal_values_have_one_cast_and_equal_results_do_not_share_memory() -> None:
+    once = explain(Layer(lambda y: (lambda e: e @ W + e @ W)(torch.exp(y))), X, policy="mixed_float16").totals
+    twice = explain(Layer(lambda y: torch.exp(y) @ W + torch.exp(y) @ W), X, policy="mixed_float16").totals
+    assert twice["casts"] == once["casts"]
+    one, other = rewrite(Layer(lambda y: (y + 1, y + 1)), X, policy="mixed_float16")(X)
+    assert one.detach().zero_().data_ptr() != other.data_ptr()
 
 
 def test_what_saturates_is_computed_once_where_nobody_wants_it_rounded() -> None:

@@ -267,7 +267,7 @@ class Numbers:
     def add_call(self, node: Node, operation: str | None) -> None:
         """Give the result of a call its number. Gradients do not pass it where they are not recorded."""
         example = node.meta.get("example_value")
-        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(example)):  # a size: its number is in the text
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(example)):  # a size: the text has it
             self._numbers[node] = self._numbering.of("shape", [self._literals], str(example))
             return
         if operation not in OPERATIONS or operation in _RANDOM or native_name(node).startswith("rrelu"):

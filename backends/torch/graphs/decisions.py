@@ -14,7 +14,7 @@ For each node the pass keeps what is `Known` of its value in the new graph, whic
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from polyamp.backends.torch.graphs.nodes import (
 from polyamp.backends.torch.graphs.planning import planned, planned_result
 from polyamp.backends.torch.graphs.values import (
     Known,
+    constant_of,
     dtypes_of,
     fake_as,
     is_floating,
@@ -45,7 +46,6 @@ from polyamp.backends.torch.graphs.values import (
     joined,
     known_value,
     made_without_floats,
-    magnitude,
     map_known,
     numbers_of,
     of_its_type,
@@ -56,48 +56,55 @@ from polyamp.backends.torch.graphs.writing import AS_IT_IS, Attributes, Manner, 
 from polyamp.errors import UsageError
 from polyamp.flow import AS_WRITTEN, NO_FLOATS, TABLE, WEAK, Decision, Flow, Value, is_wide
 from polyamp.plan import Decider, PlannedOperation
+from polyamp.readers import DIVIDES, Read, look
 
 # Operations whose Python numbers are operands, unlike those of a reshape.
 _WITH_NUMBERS = frozenset(
     {"add", "sub", "mul", "div", "floor_div", "remainder", "lerp", "addcmul", "addcdiv", "compare"}
     | {"where", "clip", "maximum", "minimum", "fill", "scatter", "pad"}
 )
-_AUTOCAST = frozenset({"_enter_autocast", "_exit_autocast"})
+_ITEM = Decision("neutral", TABLE)
+_AUTOCAST = {"_enter_autocast": 1, "_exit_autocast": -1}
 _MAKING = frozenset({"constant", "fill"})  # they make a tensor of a number
 # Operations that promote integers to the type of floating operands, in which large ones may not fit.
 _WITH_INTEGERS = frozenset({*_WITH_NUMBERS, "pow", "mean"} - {"pad", "scatter", "fill"})
+
+
+class Shared(NamedTuple):
+    """What the passes over a graph and its bodies share."""
+
+    decider: Decider
+    attributes: Attributes
+    operations: list[PlannedOperation]
+    numbers: Numbers
 
 
 class Pass:
     """The decisions for one graph, and the new graph, which is written as they are made."""
 
     def __init__(
-        self,
-        module: GraphModule,
-        decider: Decider,
-        graph: Graph,
-        arguments: Mapping[Node, Known],
-        attributes: Attributes,
-        *,
-        operations: list[PlannedOperation],
-        numbers: Numbers,
-        off: int = 0,
+        self, module: GraphModule, graph: Graph, arguments: Mapping[Node, Known], shared: Shared, off: int = 0
     ) -> None:
-        self.module, self.decider, self.graph, self.attributes = module, decider, graph, attributes
-        self._low = DTYPES[decider.compute]
-        self.operations = operations
+        self.module, self.graph, self.aliases, self.shared = module, graph, Aliases(module.graph), shared
+        self.decider, self.attributes, self.operations, self.numbers = shared
+        self._low = DTYPES[self.decider.compute]
         self._off = off  # how many regions turn autocast off here
-        self.known = {node: known._replace(number=numbers[node]) for node, known in arguments.items()}
-        self.aliases, self.numbers = Aliases(module.graph), numbers
+        self.known = {node: known._replace(number=self.numbers[node]) for node, known in arguments.items()}
         self._new = Writing(graph, unstable.fake_mode_of(node.meta.get("example_value") for node in module.graph.nodes))
         self._rounding: set[Node] = set()  # nodes with several results, whose first is rounded where it is used
         self._again: dict[Node, bool] = {}  # nodes that may be written again; whether gradients are recorded there
         self._anew: dict[tuple[Node, tuple[str, ...]], Known] = {}  # nodes that were written again, in float32
         self._returned: dict[Node, Node] = {}  # the value behind each result
+        for node in filter(self.aliases.is_touched, arguments):  # no constants
+            self.numbers.add(node)
         self._classes = {node: found for node in module.graph.nodes if (found := self._read_node(node)) is not None}
+        self._held = self._look()
+        for node, known in self.known.items():
+            if known.tensor is not None and (node in self._held or self.aliases.is_touched(node)):
+                self.known[node] = known._replace(value=self._constant(node, known.tensor))
         for node in module.graph.nodes:
             if node.op not in ("placeholder", "output"):
-                self.known[node] = self._write_node(node)._replace(number=numbers[node])
+                self.known[node] = self._write_node(node)._replace(number=self.numbers[node])
 
     def results(self, *, as_declared: bool = True) -> Any:
         """Return the graph's results, with `Known` instead of nodes, cast to the declared dtypes."""
@@ -130,17 +137,50 @@ class Pass:
         if node.op in ("placeholder", "output"):
             return None
         if node.op == "get_attr":
-            self.numbers.add(node, is_constant=isinstance(getattr(self.module, str(node.target)), Tensor))
+            is_tensor = isinstance(getattr(self.module, str(node.target)), Tensor)
+            self.numbers.add(node, is_constant=is_tensor and not self.aliases.is_touched(node))
             return None
-        if native_name(node) in _AUTOCAST:
-            self._follow_autocast(node)
-        if native_name(node) == "_set_grad_enabled":
+        name = native_name(node)
+        if name == "_enter_autocast" and node.args[2]:
+            raise under_autocast(line_near(node))
+        self._off += _AUTOCAST.get(name, 0)
+        if name == "_set_grad_enabled":
             self.numbers.records = bool(node.args[0])
         found = self._classify(node) if self._is_operation(node) else None
         self.numbers.add_call(node, operation_of(node))
-        for name in {name for one in self.aliases.changed(node) for name in self.aliases.names(one)}:
+        for name in {name for one in self.aliases.changed[node] for name in self.aliases.names(one)}:
             self.numbers.add(name)
         return found
+
+    def _look(self) -> dict[Any, str]:
+        """Look at the readers of the values; see `polyamp.readers`."""
+        nodes = self.module.graph.nodes
+        results = {node for node in nodes if self.aliases.is_touched(node)}
+        written: dict[Any, Any] = {}
+        for node in nodes:
+            for state in {name for one in self.aliases.changed[node] for name in self.aliases.names(one)}:
+                if state.op in ("placeholder", "get_attr") and native_name(node) in ("copy_", "setitem"):
+                    written[state] = node.args[-1]
+        return look(
+            [self._read(node) for node in nodes if node.op.startswith("call")],
+            results=results.union(self.module.graph.output_node().all_input_nodes),
+            constants={node for node in nodes if node.op != "output" and self.numbers.is_constant(node)},
+            written=written,
+        )
+
+    def _read(self, node: Node) -> Read:
+        """Return an operation as the look at readers sees it; the bodies of calls are not followed."""
+        name, decision = self._classes.get(node, ("slice", _ITEM))
+        used = [] if name in _MAKING else [one for one in operands_of(node) if self._floats(one)]
+        return Read(name, decision.op_class, used, [node] if self._floats(node) else [])
+
+    def _floats(self, node: Node) -> bool:
+        return any(map(is_floating, tensors_of(self._declared(node))))
+
+    def _constant(self, node: Node, tensor: Tensor) -> Value:
+        """Return the facts about a tensor of the program. What is changed has no role: its numbers will be others."""
+        value = constant_of(tensor, self.decider, divides=self._held.get(node) == DIVIDES)
+        return value._replace(role="") if self.aliases.is_touched(node) else value
 
     def _is_operation(self, node: Node) -> bool:
         """Return whether a node computes with tensors, and is not one of several results of another."""
@@ -160,7 +200,8 @@ class Pass:
         if node.op == "get_attr":
             return self._write_attribute(node, example)
         if native_name(node) in _AUTOCAST:
-            return self._follow_autocast(node)
+            self._off += _AUTOCAST[native_name(node)]
+            return Known(None, None, None)
         if unstable.is_operator_of_bodies(node.target, "tag_activation_checkpoint"):
             return self._write_checkpoint(node)
         if unstable.is_operator_of_bodies(node.target, "cond"):
@@ -172,22 +213,11 @@ class Pass:
             self._new.records = bool(node.args[0])
         return Known(self.graph.node_copy(node, lambda used: self.known[used].node), example, example)
 
-    def _follow_autocast(self, node: Node) -> Known:
-        """Follow a region in which the user's code turns autocast off; refuse one that casts."""
-        if native_name(node) == "_enter_autocast":
-            if node.args[2]:
-                raise under_autocast(line_near(node))
-            self._off += 1
-        else:
-            self._off -= 1
-        return Known(None, None, None)
-
     def _write_attribute(self, node: Node, example: Any) -> Known:
         """Write a constant tensor of the graph; or a body, if the operator that runs it is not decided."""
         held = getattr(self.module, str(node.target))
         if isinstance(held, Tensor):
-            value = self.decider.constant(magnitude(held)) if is_floating(held) else known_value(held)
-            return Known(self._add_attribute(held), example, example, value)
+            return Known(self._add_attribute(held), example, example, self._constant(node, held), tensor=held)
         decided = all(map(_runs_bodies, node.users))
         return Known(None if decided else self._add_attribute(held), None, None)
 
@@ -208,7 +238,7 @@ class Pass:
         outcome, known = self._decide(node, operation, decision)
         known = known._replace(value=of_its_type(known, inputs))
         self.decider.lowered |= outcome.format == self.decider.compute
-        if tensors_of(known.declared) or self.aliases.changed(node):
+        if tensors_of(known.declared) or self.aliases.changed[node]:
             self.operations.append(planned(node, operation, decision, outcome, inputs, known, self._new.made))
         self._new.made.clear()
         return known
@@ -236,19 +266,17 @@ class Pass:
     def _apply_rule(self, node: Node, operation: str, decision: Decision, floating: list[Node]) -> Flow:
         """Apply the flow rule to a node."""
         numbers = numbers_of(node) if operation in _WITH_NUMBERS | _MAKING else []
-        constant = self.decider.constant(*map(magnitude, numbers))
+        constant = self.decider.constant(*numbers)
         if not floating:
-            return Flow(AS_WRITTEN, made_without_floats(operation, self._tensors(node), constant), NO_FLOATS)
+            known = [self.known[one] for one in node.all_input_nodes if tensors_of(self.known[one].declared)]
+            given = [joined(one.value) if isinstance(one.value, list) else one.value for one in known]
+            return Flow(AS_WRITTEN, made_without_floats(operation, given, constant), NO_FLOATS)
         values = self._operands(node, operation, decision)
-        outcome = self.decider.flow(operation, decision, [*values, constant] if constant.unfit else values)
+        values_and_numbers = [*values, constant] if constant.unfit else values
+        outcome = self.decider.flow(operation, decision, values_and_numbers, held=self._held.get(node, ""))
         if operation == "fill" and len(values) == 1 and values[0].state in ("input", "strong"):
             return outcome._replace(output=constant)  # it uses the shape of its operand, and not its numbers
         return self._make_possible(node, operation, decision, outcome, values)
-
-    def _tensors(self, node: Node) -> list[Value]:
-        """Return the facts about all tensors among a node's operands."""
-        known = [self.known[one] for one in node.all_input_nodes if tensors_of(self.known[one].declared)]
-        return [joined(one.value) if isinstance(one.value, list) else one.value for one in known]
 
     def _make_possible(
         self, node: Node, operation: str, decision: Decision, outcome: Flow, values: Sequence[Value]
@@ -295,7 +323,7 @@ class Pass:
         example = node.meta.get("example_value")
         same = all(dtypes_of(fake) == dtypes_of(self.known[one].declared) for one, fake in fakes.items())
         fake = example if same else self._new.run_on_fakes(node, fakes)
-        changed = self.aliases.changed(node)
+        changed = self.aliases.changed[node]
         taken = {one: self._widen(one, anew) for one in used}
         inputs = {one: self._new.cast(taken[one], wanted.get(one), adds=one is addend) for one in used}
         known = Known(self._new.copy(node, inputs, fake), fake, example, value)
@@ -380,16 +408,7 @@ class Pass:
             outer = self.known[argument] if isinstance(argument, Node) else Known(argument, argument, argument)
             arguments[placeholder] = outer._replace(node=graph.node_copy(placeholder))
             self.numbers.add_same(placeholder, argument)
-        passed = Pass(
-            captured,
-            self.decider,
-            graph,
-            arguments,
-            self.attributes,
-            operations=self.operations,
-            numbers=self.numbers,
-            off=self._off,
-        )
+        passed = Pass(captured, graph, arguments, self.shared, self._off)
         results = passed.results(as_declared=as_declared)
         passed.finish(results)
         called = GraphModule(self.attributes, graph, "Body")

@@ -57,7 +57,7 @@ def operation_of(node: Node) -> str | None:
     if not _is_torchs(node):
         return None
     plain = name.partition(".")[0]
-    operation = FUNCTIONS.get(plain) or canonical(plain)
+    operation = "cast" if plain == "as_tensor" and node.all_input_nodes else FUNCTIONS.get(plain) or canonical(plain)
     return "identity" if operation == "cast" and _only_moves(node) else operation
 
 
@@ -65,8 +65,8 @@ def _only_moves(node: Node) -> bool:
     """Return whether a conversion names a device or layout, but not a dtype."""
     if node.target in ("cpu", "cuda"):
         return True
-    arguments = [*node.args[1:], *node.kwargs.values()]
-    return node.target == "to" and not any(isinstance(one, torch.dtype | Node) for one in arguments)
+    others = [*node.args[1:], *node.kwargs.values()]
+    return native_name(node) in ("to", "as_tensor") and not any(isinstance(one, torch.dtype | Node) for one in others)
 
 
 def _is_torchs(node: Node) -> bool:
@@ -191,34 +191,30 @@ class Aliases:
     # declared dtype.
 
     def __init__(self, graph: Graph) -> None:
-        self._changed = {node: changed_in_place(node) for node in graph.nodes}
+        self.changed = {node: changed_in_place(node) for node in graph.nodes}  # the nodes whose values a node changes
         self._names: dict[int, list[Node]] = defaultdict(list)
         for node in graph.nodes:
             if (memory := storage_of(node.meta.get("example_value"))) is not None:
                 self._names[memory].append(node)
-        touched = {memory for nodes in self._changed.values() for node in nodes for memory in _memories(node)}
+        touched = {memory for nodes in self.changed.values() for node in nodes for memory in _memories(node)}
         # A user's operator need not return the argument that it changed.
         opaque = {
             memory
             for node in graph.nodes
             if isinstance(node.target, OPERATORS[0]) and not str(node.target).startswith("aten.")
-            for one in self._changed[node]
+            for one in self.changed[node]
             for memory in _memories(one)
         }
         self._touched = touched
         self._pinned = opaque | {memory for memory in touched if not self._is_private(memory)}
 
-    def changed(self, node: Node) -> list[Node]:
-        """Return the nodes whose values a node changes."""
-        return self._changed[node]
-
     def is_pinned(self, node: Node) -> bool:
         """Return whether a node makes or changes pinned memory."""
-        return any(memory in self._pinned for one in (node, *self._changed[node]) for memory in _memories(one))
+        return any(memory in self._pinned for one in (node, *self.changed[node]) for memory in _memories(one))
 
     def keeps(self, node: Node) -> bool:
         """Return whether a node changes or views pinned memory that an earlier node made."""
-        pinned = self._pinned & {memory for one in (node, *self._changed[node]) for memory in _memories(one)}
+        pinned = self._pinned & {memory for one in (node, *self.changed[node]) for memory in _memories(one)}
         return any(memory in pinned for one in node.all_input_nodes for memory in _memories(one))
 
     def is_touched(self, node: Node) -> bool:
@@ -230,7 +226,7 @@ class Aliases:
         return {name for memory in _memories(node) for name in self._names[memory]} | {node}
 
     def _is_private(self, memory: int) -> bool:
-        makers = [node for node in self._names[memory] if not self._changed[node]]
+        makers = [node for node in self._names[memory] if not self.changed[node]]
         return len(makers) <= 1 and not any(node.op in ("placeholder", "get_attr") for node in makers)
 
 
@@ -302,8 +298,8 @@ def _name(node: Node, operation: str) -> str:
     if native == "detach":
         return "stop_gradient"
     if isinstance(before, Tensor) and isinstance(after, Tensor) and before.dtype == after.dtype:
-        returns_input = operation in ("identity", "cast") or native == "as_tensor"
-        if (returns_input or (native in _SAME_IF_REAL and not before.is_complex())) and before.device == after.device:
+        returns_input = operation in ("identity", "cast") or (native in _SAME_IF_REAL and not before.is_complex())
+        if returns_input and before.device == after.device:
             return "identity"
         is_reshape = operation == "reshape" and native != "as_strided"
         takes_all = operation == "slice" and len(node.all_input_nodes) == 1 and "[" not in repr(node.args[1:])

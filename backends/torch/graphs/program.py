@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.graphs.capture import CONSTANTS, Captured, capture, check_arguments, refusals
-from polyamp.backends.torch.graphs.decisions import Pass, under_autocast
+from polyamp.backends.torch.graphs.decisions import Pass, Shared, under_autocast
 from polyamp.backends.torch.graphs.nodes import Numbers, is_composite
 from polyamp.backends.torch.graphs.planning import bytes_saved
 from polyamp.backends.torch.graphs.values import Known, input_of, is_floating
@@ -83,15 +83,8 @@ class _Writer:
     def written(self, operations: list[PlannedOperation], names: Sequence[str]) -> Graph:
         """Return the graph, with these names for its arguments."""
         module, arguments = self.captured.module, self._arguments()
-        passed = Pass(
-            module,
-            self.decider,
-            self.graph,
-            arguments,
-            self.attributes,
-            operations=operations,
-            numbers=self.numbers,
-        )
+        shared = Shared(self.decider, self.attributes, operations, self.numbers)
+        passed = Pass(module, self.graph, arguments, shared)
         computed = dict(zip(map(id, self.captured.outputs), passed.results(), strict=True))
         leaves = [self._result(leaf, computed) for leaf in self.captured.results]
         passed.finish(leaves)

@@ -25,6 +25,7 @@ class Known(NamedTuple):
     declared: Any  # a fake with its dtype in the captured graph
     value: Any = WEAK  # the flow rule's facts about it; a list with one item for each of several values
     number: int | None = None  # equal for equal values; see `polyamp.numbering`
+    tensor: Tensor | None = None  # the tensor itself, if it belongs to the program and its numbers are known
 
 
 def map_known(tree: Any, fn: Callable[[Known], Any]) -> Any:
@@ -42,19 +43,11 @@ def known_value(declared: Any, state: str = "weak") -> Value:
     )
 
 
-def magnitude(held: Any) -> float:
-    """Return the number that a constant's format has to hold: a scalar itself, the largest finite element of a tensor.
-
-    >>> magnitude(torch.tensor([1.0, -4096.0, float("-inf")])), magnitude(-1e9)
-    (4096.0, -1000000000.0)
-    """
-    if not isinstance(held, Tensor):
-        return float(held)
-    if not held.numel() or not is_floating(held) or held.is_meta or unstable.fake_mode_of([held]):
-        return 0.0
-    if held.numel() == 1:
-        return float(held)
-    return float(held.detach().abs().nan_to_num(0.0, 0.0).max())
+def constant_of(held: Tensor, decider: Decider, *, divides: bool = False) -> Value:
+    """Return the facts about a tensor of the program, from its numbers if they can be read."""
+    if held.dtype != torch.float32 or held.is_meta or unstable.fake_mode_of([held]):
+        return known_value(held)
+    return decider.table(held.detach().cpu().resolve_neg().numpy(), divides=divides)
 
 
 def input_of(node: Any, fake: Any, given: Any, decider: Decider, *, is_ours: bool) -> Known:
@@ -62,8 +55,7 @@ def input_of(node: Any, fake: Any, given: Any, decider: Decider, *, is_ours: boo
     is_parameter = isinstance(given, nn.Parameter)
     if not is_ours or is_parameter or not isinstance(given, Tensor):
         return Known(node, fake, fake, known_value(fake, "weak" if is_ours or is_parameter else "input"))
-    value = decider.constant(magnitude(given)) if given.dtype == torch.float32 else known_value(fake)
-    return Known(node, fake, fake, value)
+    return Known(node, fake, fake, constant_of(given, decider), tensor=given)
 
 
 def value_of(known: Known) -> Value:

@@ -21,12 +21,14 @@ from support.torch_cases import GPT, mlp
 X = torch.ones(3, 8)
 
 
-class Masked(nn.Module):
-    """Takes the rows that a value chooses: a size that nobody knows before."""
-
+class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 2)
+        self.linear = nn.Linear(8, 8)
+
+
+class Masked(Layer):
+    """Takes the rows that a value chooses: a size that nobody knows before."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x[x[:, 0] > 0]).sum()
@@ -71,19 +73,14 @@ class Detecting(nn.Module):
         return {"boxes": torch.stack(found), "count": len(found)}
 
 
-class ThroughNumPy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
+class ThroughNumPy(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return torch.from_numpy(self.linear(x).detach().float().numpy())
 
 
-class Assigning(nn.Module):
+class Assigning(Layer):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
         self.register_buffer("average", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -61,27 +61,20 @@ def test_a_graph_break_in_a_later_mode_leaves_the_first_graph() -> None:
     assert rewritten.train()(X).shape == (3, 3)
 
 
-@pytest.mark.parametrize("args", [(torch.ones(3, 9),), (X, X), ("text",)])
-def test_arguments_that_do_not_fit(args: Any) -> None:
-    with pytest.raises(PolyampError) as caught:
-        rewrite(mlp(), *args, policy="mixed_bfloat16")
-    assert "to do:" in str(caught.value)
-
-
-def test_arguments_that_do_not_fit_later() -> None:
+def test_arguments_that_do_not_fit() -> None:
+    for args in ((torch.ones(3, 9),), (X, X), ("text",)):
+        with pytest.raises(PolyampError, match="to do:"):
+            rewrite(mlp(), *args, policy="mixed_bfloat16")
     rewritten = rewrite(mlp(), X, policy="mixed_bfloat16")
     with pytest.raises(InvalidValueError, match="do not accept these arguments"):
         rewritten(torch.ones(3, 9))
     assert rewritten(X).shape == (3, 4)
 
 
-@pytest.mark.parametrize("thing", [nn.Linear, 3, "model"])
-def test_what_is_no_module_and_no_function(thing: Any) -> None:
-    with pytest.raises(InvalidTypeError):
-        rewrite(thing, X, policy="mixed_bfloat16")
-
-
-def test_a_module_that_is_rewritten_already() -> None:
+def test_what_is_no_module_and_no_function_or_rewritten_already() -> None:
+    for thing in (nn.Linear, 3, "model"):
+        with pytest.raises(InvalidTypeError):
+            rewrite(thing, X, policy="mixed_bfloat16")
     with pytest.raises(InvalidTypeError, match="rewritten already"):
         rewrite(rewrite(mlp(), X, policy="mixed_bfloat16"), X)
 

@@ -148,8 +148,8 @@ class Pass:
             self.numbers.records = bool(node.args[0])
         found = self._classify(node) if self._is_operation(node) else None
         self.numbers.add_call(node, operation_of(node))
-        for name in {name for one in self.aliases.changed[node] for name in self.aliases.names(one)}:
-            self.numbers.add(name)
+        for changed in {name for one in self.aliases.changed[node] for name in self.aliases.names(one)}:
+            self.numbers.add(changed)
         return found
 
     def _look(self) -> dict[Any, str]:

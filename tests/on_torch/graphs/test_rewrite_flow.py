@@ -330,6 +330,11 @@ def test_a_norm_that_is_written_out_is_cast_once_at_its_end() -> None:
 # --- next to native autocast ------------------------------------------------------------------------------------------
 
 
+def transformer() -> tuple[nn.Module, tuple[Tensor]]:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
+    return nn.Sequential(nn.Linear(8, 16), layer, nn.LayerNorm(16), nn.Linear(16, 4)), (torch.randn(4, 12, 8),)
+
+
 def gradients(run: Callable[..., Any], model: nn.Module, x: Tensor) -> Tensor:
     model.zero_grad()
     (result, *_) = pytree.tree_leaves(run(x))
@@ -343,14 +348,14 @@ def natively(model: nn.Module, low: str) -> Callable[..., Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("low", FORMATS)
-@pytest.mark.parametrize("name", ["conv", "encoder", "lstm"])
+@pytest.mark.parametrize("name", ["conv", "transformer", "lstm"])
 def test_gradients_are_as_exact_as_those_of_native_autocast(name: str, low: str) -> None:
     if name == "lstm" and low == "float16":
         pytest.skip("PyTorch has no float16 LSTM for every CPU")
     errors = []
     for seed in range(3):
         torch.manual_seed(seed)
-        model, (x,) = MODELS[name]()
+        model, (x,) = {**MODELS, "transformer": transformer}[name]()
         double = copy.deepcopy(model).double()
         exact = gradients(double, double, x.double())
         ours = gradients(rewrite(model, x, policy=f"mixed_{low}"), model, x)

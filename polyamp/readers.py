@@ -73,7 +73,7 @@ def _read_in_full(reads: Sequence[Read], results: Collection[Hashable]) -> list[
     wanted: dict[Hashable, bool] = dict.fromkeys(results, False)  # whether all readers so far are full work
     for read in reversed(reads):
         after = [wanted[value] for value in read.outputs if value in wanted]
-        is_full = read.op_class == "full" or not differences.isdisjoint(read.outputs)
+        is_full = read.op_class == "full" or read.operation == "sqrt" or not differences.isdisjoint(read.outputs)
         if not is_full and not after and read.op_class in _PASSING:
             continue  # nothing comes of it: a comparison, or a result that is not used
         passes = read.op_class in _PASSING or (len(read.inputs) == 1 and read.operation in _LINEAR)

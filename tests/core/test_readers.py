@@ -36,6 +36,7 @@ COVARIANCE = ("p = mul x y", "e = avg_pool p", "q = mul m n", "r = sub e q", "z 
         (DOT, "p"),
         (("p = mul a b", "v = reshape p", "n = neg v", "s = mean n"), "p v n"),
         (("p = mul a b", "k = add p c", "s = sum k"), "p k c"),
+        (("p = mul a b", "k = add p c", "s = sqrt k"), "p k"),  # as in a norm
         (("p = mul a b", "y = matmul p w"), ""),
         (("p = mul a b", "s = sum p", "y = matmul p w"), ""),
         (("p = mul a b", "c = compare p d", "s = sum p"), "p"),

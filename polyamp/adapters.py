@@ -25,6 +25,7 @@ from collections import UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
+from math import inf
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -464,31 +465,44 @@ def _walk(objects: Iterable[object]) -> Iterator[object]:
             rest += [*_parts_of(obj)][::-1]
 
 
-_MOST = 2**22  # objects in a tree, with one that is shared counted wherever it is
+_MOST = 10_000_000  # objects in a tree, with one that is shared counted wherever it is
 
 
-def check_tree(tree: object, where: str) -> None:
+def check_tree(
+    tree: object, where: str, *, children: Callable[[Any], Iterable[object] | None] | None = None, deepest: float = inf
+) -> None:
     """Refuse containers that a framework's own walk, which goes along every path, would not finish: shared and cyclic.
 
     >>> check_tree([[1], {"a": 2}], "here")
+
+    Args:
+        tree: the tree.
+        where: the call that got it, for the error.
+        children: a function that returns a container's contents, and nothing for a leaf; by default those of Python's
+            containers, dataclasses and attrs classes.
+        deepest: the levels that the framework can walk.
     """
-    sizes: dict[int, int] = {}
-    rest: list[tuple[object, list[object] | None]] = [(tree, None)]
+    sizes: dict[int, float] = {}
+    containers: list[object] = []  # they live on, so that no other object gets their ids
+    rest: list[tuple[object, int, list[object] | None]] = [(tree, 0, None)]
     while rest:
-        obj, parts = rest.pop()
+        obj, depth, parts = rest.pop()
         if parts is not None:
             sizes[id(obj)] = 1 + sum(sizes[id(part)] for part in parts)
         elif id(obj) not in sizes:
-            sizes[id(obj)] = _MOST  # until its parts are counted; a cycle finds it
-            parts = [*_parts_of(obj)]
-            rest += [(obj, parts), *((part, None) for part in parts)]
-    if sizes[id(tree)] >= _MOST:
+            if depth > deepest:
+                raise too_deep(where)
+            sizes[id(obj)] = inf  # until its parts are counted; a cycle finds it
+            parts = [*((children or _parts_of)(obj) or ())]
+            containers.append(obj)
+            rest += [(obj, depth, parts), *((part, depth + 1, None) for part in parts)]
+    if sizes[id(tree)] > _MOST:
         raise InvalidTypeError(
             "containers that contain each other, or share parts many times over",
             where=where,
-            found=f"at least {_MOST} paths to objects",
+            found=f"more than {_MOST:,} containers and leaves",
             allowed="trees",
-            fix="give each part once",
+            fix="put each part into the tree once",
         )
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.adapters import too_deep
+from polyamp import adapters
 from polyamp.backends.jax import unstable
 from polyamp.errors import InvalidValueError
 from polyamp.formats import format_of
@@ -51,32 +51,8 @@ def is_traced(value: object) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-LEAVES, DEPTH = 10_000_000, 400
-"""The most leaves and levels of a tree. One that shares parts of shared parts has more leaves than JAX can list."""
-
-
-def check_tree(tree: Any, *, where: str) -> None:
-    """Refuse a pytree that JAX cannot walk to its end."""
-    known: dict[int, tuple[Any, float]] = {}  # each node, so that no other one gets its id, and how many leaves it has
-
-    def leaves_of(node: Any, depth: int) -> float:
-        if depth > DEPTH:
-            raise too_deep(where)
-        if id(node) not in known:
-            known[id(node)] = node, math.inf  # which is true if it contains itself
-            parts = unstable.children_of(node)
-            known[id(node)] = node, 1 if parts is None else sum([leaves_of(part, depth + 1) for part in parts])
-        return known[id(node)][1]
-
-    count = leaves_of(tree, 0)
-    if count > LEAVES:
-        raise InvalidValueError(
-            "the tree contains itself, or its parts share their parts",
-            where=where,
-            found=f"{count:.3g} leaves",
-            allowed=f"at most {LEAVES:,} leaves",
-            fix="put each part into the tree once",
-        )
+check_tree = partial(adapters.check_tree, children=unstable.children_of, deepest=400)
+"""Refuse a pytree that JAX cannot walk to its end."""
 
 
 def cast(tree: Any, format_name: str) -> Any:

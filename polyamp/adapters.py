@@ -38,6 +38,7 @@ from polyamp.errors import (
     did_you_mean,
     kind_of,
     missing,
+    reading,
     shown,
 )
 
@@ -331,9 +332,10 @@ def adapters_within(*objects: object) -> list[Adapter]:
     leaves = list(_walk(objects))
     if found := _found(leaves):
         return found
-    strangers = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
-    if strangers:
-        raise no_adapter(strangers[0], where="the tree")
+    for leaf in leaves:
+        with reading(leaf, where="the arguments"):
+            if hasattr(leaf, "dtype"):
+                raise no_adapter(leaf, where="the tree")
     return []
 
 
@@ -510,6 +512,11 @@ def _parts_of(obj: object) -> Iterable[object]:
     """Return the contents of a container, or the fields of a dataclass or an attrs class."""
     if isinstance(obj, str | bytes | type):
         return ()
+    with reading(obj, where="the arguments"):
+        return _contents(obj)
+
+
+def _contents(obj: Any) -> Iterable[object]:
     if isinstance(obj, Mapping):
         return tuple(obj.values())
     if isinstance(obj, list | tuple | set | frozenset | deque | UserList):

@@ -185,6 +185,23 @@ def wrong_type(
     return InvalidTypeError(what, where=where, found=shown(found), allowed=allowed, fix=fix)
 
 
+@contextmanager
+def reading(value: object, *, where: str) -> Iterator[None]:
+    """Refuse a value whose own methods raise when it is looked at, such as a proxy of an object that is gone."""
+    try:
+        yield
+    except (PolyampError, RecursionError):
+        raise
+    except Exception as error:
+        raise InvalidTypeError(
+            "the object's own methods raise an error when it is looked at",
+            where=where,
+            found=f"a {kind_of(value)}: {type(error).__name__}",
+            allowed="objects whose attributes and contents can be read",
+            fix="pass plain values, or containers of Python",
+        ) from error
+
+
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether a value is a Python int or float. A bool is not a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
@@ -444,7 +461,7 @@ def no_method(owner: object, name: str, instead: Mapping[str, str]) -> Attribute
     return UnsupportedMethodError(
         "this framework's wrapped optimizer has no such method",
         where=f"{kind}.{name}",
-        found="a method of polyamp's optimizers in PyTorch",
+        found="a method of polyamp's optimizers in PyTorch, or of a GradScaler",
         fix=instead[name],
     )
 

@@ -103,7 +103,7 @@ def parse_rules(
 def _pairs(spec: Mapping[str, str] | Iterable[tuple[str, str]], where: str) -> list[tuple[str, str]]:
     try:
         pairs = [(pattern, op_class) for pattern, op_class in (spec.items() if isinstance(spec, Mapping) else spec)]
-    except (TypeError, ValueError):
+    except Exception:  # the user's own object may raise anything
         pairs = None
     if pairs is None or not all(isinstance(text, str) for pair in pairs for text in pair):
         raise InvalidTypeError(

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
-from polyamp.errors import InvalidValueError, StateError, did_you_mean, shown, warn_once
+from polyamp.errors import InvalidValueError, StateError, did_you_mean, reading, shown, warn_once
 from polyamp.formats import in_single
 
 KIND = "polyamp.loss_scale"
@@ -340,7 +340,8 @@ def _attributes(saved: Any) -> Fields | None:
     if isinstance(saved, str | int | float | bytes | list | type(None)):
         return None
     names = {key for row in LIBRARIES.values() for key in row.keys.values()} | {"scale_window"}
-    found = {name: getattr(saved, name, None) for name in names}
+    with reading(saved, where="the saved loss scale"):
+        found = {name: getattr(saved, name, None) for name in names}
     known = {name: value for name, value in found.items() if value is not None and not callable(value)}
     return known or None
 

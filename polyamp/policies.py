@@ -15,6 +15,7 @@ from polyamp.errors import (
     InvalidValueError,
     check_arguments,
     did_you_mean,
+    reading,
     shown,
     unknown_options,
     warn_once,
@@ -356,9 +357,9 @@ class Policy:
             InvalidValueError: a field is missing, unknown or out of range.
         """
         wanted = ("name", "param", "compute", "output", "rules", "loss_scale")
-        is_mapping = isinstance(saved, Mapping)
-        fits = is_mapping and set(saved) == set(wanted)
-        checks = [("saved", list(saved) if is_mapping else saved, fits, ", ".join(wanted))]
+        with reading(saved, where="Policy.from_dict(saved)"):
+            names = list(saved) if isinstance(saved, Mapping) else None
+        checks = [("saved", names or saved, names is not None and set(names) == set(wanted), ", ".join(wanted))]
         check_arguments("Policy.from_dict", checks, what="a saved policy has exactly these fields")
         return cls(**{**saved, "loss_scale": LossScale.from_dict(saved["loss_scale"])})
 
@@ -426,7 +427,8 @@ def policy(
     formats = {key: _format(value, f"policy({key}=)") for key, value in given.items() if value is not None}
     own_rules = () if rules is None else parse_rules(rules)
     if not isinstance(spec, Policy | str | None):
-        spec, formats = _of_another_library(spec, formats)
+        with reading(spec, where=where):
+            spec, formats = _of_another_library(spec, formats)
     if spec is None and not formats and not own_rules and loss_scale is None and name is None:
         return current_policy()
     if isinstance(spec, Policy):
@@ -571,7 +573,8 @@ def _of_another_library(spec: Any, formats: dict[str, str]) -> tuple[Any, dict[s
 
 
 def _format(value: Any, where: str) -> str:
-    return format_of(value if isinstance(value, str) else name_of_dtype(value) or value, where=where).name
+    with reading(value, where=where):
+        return format_of(value if isinstance(value, str) else name_of_dtype(value) or value, where=where).name
 
 
 def _numpy_dtype(name: str) -> Any:

@@ -485,6 +485,8 @@ def on_host(state: LossScaleState) -> LossScaleState:
 class StepResult:
     """A step's result: whether it was applied, and the loss scale after it. It is true if the step was applied.
 
+    Before the first step nothing was skipped, so it is true then too.
+
     Creating a result costs no host sync; the first access to a property does. Inside a traced function (``jax.jit``,
     ``tf.function``) the properties are the traced values themselves.
 

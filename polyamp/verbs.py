@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from polyamp.adapters import adapter_for, having, too_deep
+from polyamp.adapters import adapter_for, having
 from polyamp.errors import InvalidTypeError, brief, check_callable, check_options, norm_limit
 from polyamp.libraries import library
 from polyamp.policies import Policy, in_policy
@@ -239,10 +239,7 @@ def scale_loss(loss: Object, holder: Any) -> Object:
         holder: a wrapped optimizer, or in JAX the optimizer state that contains its ``loss_scale``.
     """
     adapter = adapter_for(None, holder, where="scale_loss(holder)")
-    try:
-        return adapter.scale_loss(loss, holder)
-    except RecursionError as error:
-        raise too_deep("scale_loss(loss)") from error
+    return adapter.scale_loss(loss, holder)
 
 
 def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:

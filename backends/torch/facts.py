@@ -109,10 +109,15 @@ class _Casts(TorchFunctionMode):
     def __init__(self, tracker: Tracker, casts: list[UserCast]) -> None:
         super().__init__()
         self._tracker, self._casts = tracker, casts
+        self._before: Any = None  # the function that was called before
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        if function in _CASTS and crosses_16_bits(args[0], out) and torch.is_autocast_enabled(out.device.type):
+        # In ``y.to(x)`` and ``y.to(x.dtype)`` the policy still chooses the format.
+        follows, self._before = (isinstance(args[-1], Tensor) and len(args) > 1) or self._before == _DTYPE, function
+        if function not in _CASTS or follows:
+            return out
+        if crosses_16_bits(args[0], out) and torch.is_autocast_enabled(out.device.type):
             line = users_line(directly=True)
             if line:
                 where = f"{self._tracker.path} {line}".strip()
@@ -123,8 +128,9 @@ class _Casts(TorchFunctionMode):
 
 _CASTS = {
     *(Tensor.half, Tensor.bfloat16, Tensor.float, Tensor.double),
-    *(Tensor.to, Tensor.type, Tensor.type_as),
+    *(Tensor.to, Tensor.type),
 }
+_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
 _LOSSES = {"nll_loss_forward", "nll_loss2d_forward"}

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch import refusals
-from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.guards import LISTENERS, update_begins
 from polyamp.backends.torch.modules import names_of
@@ -153,7 +152,7 @@ class GradScaler(torch.amp.GradScaler):
             return self.optimizers[0].scale(outputs)
         if not isinstance(outputs, Tensor | list | tuple) and isinstance(outputs, Iterable):
             outputs = list(outputs)
-        if not self.config.check or not [*leaves(outputs)]:
+        if not self.config.check or (isinstance(outputs, list | tuple) and not outputs):
             return outputs
         return self._scaler.scale(outputs, process_group=None, stacklevel=5)
 

@@ -49,7 +49,9 @@ from polyamp.backends.torch.sharding import check_groups
 from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced, note_step
 from polyamp.errors import (
     InvalidValueError,
+    no_method,
     no_optimizer,
+    unknown_options,
     wrapped_already,
 )
 from polyamp.scale import LossScale, StepResult
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from polyamp.backends.torch.fused import FusedStep
 
 Groups = list[dict[str, Any]]
+_OF_BACKWARD = ("gradient", "retain_graph", "create_graph", "inputs")
 
 
 class LossScaledOptimizer(torch.optim.Optimizer):
@@ -167,7 +170,9 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     def __getattr__(self, name: str) -> Any:
         if name == "inner" or name.startswith("__"):  # copying and unpickling start without an inner optimizer
             raise AttributeError(name)
-        return getattr(self.inner, name)
+        if hasattr(self.inner, name):
+            return getattr(self.inner, name)
+        raise no_method(self, name, {"update": "leave it out: step() updates the loss scale too"})
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -235,6 +240,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: the gradients of the last step were not cleared.
         """
+        if options and (unknown := [name for name in options if name not in _OF_BACKWARD]):
+            raise unknown_options(unknown, _OF_BACKWARD, where="opt.backward(loss)")
         if self.witness.is_consumed and self.checks:
             raise refusals.not_cleared(where="backward(loss)")
         self.scale(loss, loss_id).backward(**options)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, compiler
 
 from polyamp.backends.torch.autocast.regions import HERE
-from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
+from polyamp.backends.torch.scale import losses_in
 from polyamp.errors import warn_once
 from polyamp.policies import in_policy, report_missing_scale
 
@@ -24,7 +24,7 @@ def look_for_casts(optimizer: LossScaledOptimizer, loss: Any) -> None:
     dtype = DTYPES.get(optimizer.scaler.compute or "")
     if dtype in SIXTEEN_BIT and not compiler.is_compiling():
         seen = optimizer.lowers or HERE.thread.count > optimizer.regions_before
-        optimizer.lowers = seen or any(map(_casts, leaves(loss)))
+        optimizer.lowers = seen or any(map(_casts, losses_in(loss)))
 
 
 def report_policy(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:

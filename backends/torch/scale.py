@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyamp.adapters import check_tree
 from polyamp.backends.torch import provenance
 from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.guards import LISTENERS
@@ -248,6 +249,8 @@ class LossScaler:
 
 def losses_in(loss: Any) -> list[Tensor]:
     """Return the losses of a container, each a floating-point tensor."""
+    if not isinstance(loss, Tensor) and not torch.compiler.is_compiling():
+        check_tree(loss, "scale(loss)", deepest=200)
     losses = [loss] if isinstance(loss, Tensor) else list(leaves(loss))
     for one in losses or [loss]:
         if not (isinstance(one, Tensor) and one.is_floating_point()):

@@ -13,7 +13,7 @@ from typing import Any
 from polyamp.diagnosis.diagnose import Verdict, diagnose
 from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.diagnosis.spread import Window
-from polyamp.errors import InvalidTypeError, check_arguments
+from polyamp.errors import InvalidTypeError, check_arguments, reading
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report, plural, power
@@ -99,7 +99,9 @@ def calibrate(
     """
     is_iterable = isinstance(batches, Iterable)
     check_arguments("calibrate", [("batches", batches, is_iterable, "an iterable of arguments")], InvalidTypeError)
-    chosen, steps = sixteen_bit(policy), [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    with reading(batches, where="calibrate(batches=)"):
+        one_by_one = iter(batches)
+    chosen, steps = sixteen_bit(policy), [batch if isinstance(batch, tuple) else (batch,) for batch in one_by_one]
     allowed = "the arguments of a few steps: [(params, batch), ...]"
     check_arguments("calibrate", [("batches", steps, steps, allowed)], what="nothing to calibrate on")
     reasons: dict[str, Verdict] = {}

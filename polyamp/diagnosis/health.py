@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from polyamp.adapters import adapter_for
-from polyamp.errors import InvalidTypeError, check_arguments
+from polyamp.errors import InvalidTypeError, check_arguments, reading
 from polyamp.report import Report, finite, power
 from polyamp.scale import LossScale, LossScaleState
 
@@ -228,5 +228,6 @@ def health(holder: Any, probe: Probe | None = None) -> Health:
 
 def check_probe(probe: object, verb: str) -> None:
     """Refuse a value that is neither None nor a probe."""
-    fits = probe is None or hasattr(probe, "window")
+    with reading(probe, where=f"{verb}(probe=)"):
+        fits = probe is None or hasattr(probe, "window")
     check_arguments(verb, [("probe", probe, fits, "the result of polyamp.probe, or None")], InvalidTypeError)

@@ -25,9 +25,17 @@ from polyamp.policies import in_policy
 from polyamp.report import Report
 
 
+def raising(*args: Any) -> Any:
+    raise RuntimeError("not now")
+
+
 class Hostile:
-    def __repr__(self) -> str:
-        raise RuntimeError("no text")
+    __repr__ = raising
+
+
+def hostile(base: type, method: str) -> Any:
+    kind = type("Hostile", (base,), {method: raising})
+    return kind.__new__(kind)
 
 
 class Huge:
@@ -69,6 +77,10 @@ WRONG: dict[str, Callable[[], Any]] = {
     "within itself": within_itself,
     "hostile": Hostile,
     "hostile inside": lambda: {"a": [Hostile()]},
+    "hostile attributes": lambda: hostile(object, "__getattr__"),
+    "hostile length": lambda: hostile(list, "__len__"),
+    "hostile items": lambda: hostile(list, "__iter__"),
+    "hostile values": lambda: hostile(dict, "values"),
     "hostile string": lambda: type("Text", (str,), {"__repr__": Hostile.__repr__})("fp16"),
     "huge": Huge,
     "long": lambda: "x" * 10**6,

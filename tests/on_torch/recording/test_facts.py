@@ -130,6 +130,9 @@ def test_autocasts_casts_are_not_the_users() -> None:
     model = mlp()
     policy = polyamp.policy("mixed_float16")
     assert facts(lambda: F.cross_entropy(policy.cast_to_output(model(X)), Y)).casts == ()
+    assert (
+        facts(lambda: sum(X.to(y.dtype).mean() + X.to(y).mean() + X.type_as(y).mean() for y in [model(X)])).casts == ()
+    )
 
 
 def test_a_training_step_is_looked_at_up_to_its_update_and_undone() -> None:

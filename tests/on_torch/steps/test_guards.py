@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import threading
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
-from polyamp.errors import InvalidTypeError, InvalidValueError
+from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError
 from support.harness_torch import X, contents, linear, loss_of, skipping_on_device
 
 NOT_SCALED = "the loss of this step was not scaled"
@@ -429,11 +430,17 @@ def test_the_scale_can_be_set_within_the_settings(on_device: bool) -> None:
     assert contents(opt) == before
 
 
+DEEP = functools.reduce(lambda tree, _: [tree], range(3000), torch.ones(()))
+
+
 @pytest.mark.parametrize(
     ("call", "where"),
     [
         (lambda opt: opt.step(3), r"step\(closure\)"),
         (lambda opt: opt.scale(torch.ones(()), loss_id=[]), "loss_id="),
+        (lambda opt: opt.scale(DEEP), "nested too deeply"),
+        (lambda opt: opt.backward(torch.ones(()), retain=True), "did you mean retain_graph"),
+        (lambda opt: opt.update(), "leave it out: step"),
         (lambda opt: polyamp.wrap_optimizer(opt.inner, "fp16", named_parameters=3), "named_parameters="),
         (lambda opt: polyamp.wrap_optimizer(opt.inner, "fp16", named_parameters=[torch.ones(1)]), "named parameters"),
         (lambda opt: polyamp.wrap_optimizer(opt.inner, "fp16", named_parameters=[("a", 1, 2)]), "named parameters"),
@@ -446,6 +453,7 @@ def test_the_scale_can_be_set_within_the_settings(on_device: bool) -> None:
         (lambda opt: opt.clip_grad_norm_("1"), "gradient-norm limit"),
         (lambda opt: opt.clip_grad_norm_(math.nan), "gradient-norm limit"),
         (lambda opt: opt.add_param_group(3), "add_param_group"),
+        (lambda _: GradScaler("cpu").scale(DEEP), "nested too deeply"),
         (lambda _: GradScaler("cpu").step(3), "GradScaler"),
         (lambda _: GradScaler("cpu").update("x"), "update"),
     ],
@@ -453,6 +461,6 @@ def test_the_scale_can_be_set_within_the_settings(on_device: bool) -> None:
 def test_arguments_of_a_wrong_type_are_refused_and_change_nothing(call: Any, where: str) -> None:
     opt = polyamp.wrap_optimizer(torch.optim.SGD(linear().parameters(), lr=0.1), "mixed_float16")
     before = contents(opt)
-    with pytest.raises((InvalidTypeError, InvalidValueError), match=where):
+    with pytest.raises((InvalidTypeError, InvalidValueError, UnsupportedError), match=where):
         call(opt)
     assert contents(opt) == before

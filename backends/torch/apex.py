@@ -122,10 +122,6 @@ def modules(session: object = None) -> dict[str, ModuleType]:
     return dict(_MODULES)
 
 
-for _kind in ("half", "float", "promote"):
-    vars(amp)[f"{_kind}_function"] = Missing('with polyamp.autocast("float32"), or "O1", inside the function')
-    vars(amp)[f"register_{_kind}_function"] = Missing('polyamp.policy("O1", rules={"name": "full"}), or "lower"')
-
 _MODULES = {"apex": ModuleType("apex", __doc__), "apex.amp": amp, "apex.amp._amp_state": amp._amp_state}
 for _name, _names in TABLE.items():
     _MODULES[_name] = ModuleType(_name, f"The names of `{_name}`, which are PyTorch's.")

@@ -18,7 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyamp.backends.torch.apex_casts import AmpHandle, casts_off
+from polyamp.backends.torch.apex_casts import (
+    AmpHandle,
+    casts_off,
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
 from polyamp.backends.torch.apex_losses import (
     Properties,
     ShownScaler,
@@ -50,9 +59,15 @@ from polyamp.scale import LossScale
 
 __all__ = [
     "_amp_state",
+    "float_function",
+    "half_function",
     "initialize",
     "load_state_dict",
     "master_params",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
     "scale_loss",
     "state_dict",
 ]

@@ -1,4 +1,4 @@
-"""The formats of Apex' O1: a region that holds until it is turned off.
+"""The formats of Apex' O1: a region that holds until it is turned off, and functions whose format the program chooses.
 
 Apex replaced PyTorch's functions for the whole process, which covers losses outside of the model's forward pass. A
 region of polyamp belongs to a thread. An `AmpHandle` enters it in the thread that makes it, and in each thread that
@@ -7,19 +7,27 @@ calls a model of `amp.initialize`, and leaves it when it is deactivated.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from types import BuiltinFunctionType, MethodDescriptorType, ModuleType
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from polyamp.backends.torch.autocast.casts import forget_casts
 from polyamp.backends.torch.autocast.context import autocast_context
+from polyamp.backends.torch.casting import cast_to, leaves
+from polyamp.errors import InvalidValueError, warn_deprecated
 from polyamp.policies import policy
 
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+Cast = Callable[[Any], Any]
+
 _FLOAT16, _FLOAT32 = policy("mixed_float16"), policy("float32")
+_INSTEAD = 'polyamp.policy("mixed_float16", rules={"name": "full"}), or "lower"'
 
 
 class _Here(threading.local):
@@ -36,9 +44,18 @@ class AmpHandle:
 
     def __init__(self) -> None:
         self.is_open = True
+        self._replaced: list[tuple[Any, str, Any]] = []
 
     def enter(self) -> None:
-        """Enter the region in this thread."""
+        """Enter the region in this thread, and replace the functions that were registered since the last call."""
+        for (owner, name), cast in _registered.items():
+            original = getattr(owner, name)
+            self._replaced.append((owner, name, original))
+            setattr(owner, name, _casting(original, cast=cast))
+        _registered.clear()
+        self._enter_here()
+
+    def _enter_here(self) -> None:
         if not self.is_open or (_HERE.entered is not None and _HERE.entered[0] is self):
             return
         _leave_here()
@@ -54,7 +71,7 @@ class AmpHandle:
 
     def _call_begins(self, model: nn.Module, args: Any) -> None:
         if self.is_open:
-            self.enter()
+            self._enter_here()
             forget_casts()
             torch.set_autocast_cache_enabled(True)
 
@@ -63,6 +80,8 @@ class AmpHandle:
         self.is_open = False
         if _HERE.entered is not None and _HERE.entered[0] is self:
             _leave_here()
+        while self._replaced:
+            setattr(*self._replaced.pop())
 
 
 def _call_ends(model: nn.Module, args: Any, outputs: Any) -> None:
@@ -77,11 +96,96 @@ def _leave_here() -> None:
         torch.set_autocast_cache_enabled(True)
 
 
+def is_here() -> bool:
+    """Return whether this thread is in an open region, and no inner one turns it off."""
+    return _HERE.entered is not None and _HERE.entered[0].is_open and torch.is_autocast_enabled("cpu")
+
+
 @contextmanager
 def casts_off() -> Iterator[None]:
-    """Run operations as they are written, for an optimizer's step."""
+    """Run operations as they are written, for an optimizer's step and for functions that chose their format."""
     if _HERE.entered is None:
         yield
         return
     with autocast_context(_FLOAT32):
         yield
+
+
+# Functions whose format the program chooses.
+
+
+_to_half = functools.partial(cast_to, dtype=torch.float16, modules=False)
+_to_float = functools.partial(cast_to, dtype=torch.float32, modules=False)
+
+
+def _to_widest(tree: Any) -> Any:
+    dtypes = [leaf.dtype for leaf in leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return cast_to(tree, functools.reduce(torch.promote_types, dtypes), modules=False) if dtypes else tree
+
+
+def half_function(fn: Fn) -> Fn:
+    """Let a function take its floating arguments in float16, wherever O1 is active."""
+    return _decorated("half_function", fn, _to_half)
+
+
+def float_function(fn: Fn) -> Fn:
+    """Let a function take its floating arguments in float32, wherever O1 is active."""
+    return _decorated("float_function", fn, _to_float)
+
+
+def promote_function(fn: Fn) -> Fn:
+    """Let a function take its floating arguments in the widest of their types, wherever O1 is active."""
+    return _decorated("promote_function", fn, _to_widest)
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Let a function of a module or class run in float16, from the next `amp.initialize` on."""
+    _register("register_half_function", module, name, _to_half)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Let a function of a module run in float32; see `register_half_function`."""
+    _register("register_float_function", module, name, _to_float)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Let a function of a module run in the widest type of its arguments; see `register_half_function`."""
+    _register("register_promote_function", module, name, _to_widest)
+
+
+_registered: dict[tuple[Any, str], Cast] = {}
+
+
+def _register(function: str, module: Any, name: str, cast: Cast) -> None:
+    warn_deprecated(f"apex.amp.{function}(module, name)", _INSTEAD, stacklevel=4)
+    if not hasattr(module, name):
+        raise InvalidValueError(
+            "the module has no function of this name",
+            where=f"amp.{function}(module, name)",
+            found=repr(name),
+            allowed=f"a function of {module.__name__ if isinstance(module, ModuleType) else module!r}",
+        )
+    _registered[module, name] = cast
+
+
+def _decorated(function: str, fn: Fn, cast: Cast) -> Fn:
+    warn_deprecated(f"apex.amp.{function}", _INSTEAD, stacklevel=4)
+    return _casting(fn, cast=cast)
+
+
+def _casting(fn: Fn, *, cast: Cast) -> Fn:
+    """Return the function with its arguments cast."""
+    # A function of PyTorch runs in this format itself. The operations of any other function have the formats of O1.
+    is_torchs = str(getattr(fn, "__module__", "")).startswith("torch")
+    is_torchs = is_torchs or isinstance(fn, BuiltinFunctionType | MethodDescriptorType)
+
+    def casting(*args: Any, **kwargs: Any) -> Any:
+        if not is_here():
+            return fn(*args, **kwargs)
+        args, kwargs = cast((args, kwargs))
+        if not is_torchs:
+            return fn(*args, **kwargs)
+        with casts_off():
+            return fn(*args, **kwargs)
+
+    return functools.wraps(fn)(casting)  # type: ignore[return-value]

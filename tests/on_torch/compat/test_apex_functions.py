@@ -1,8 +1,9 @@
-"""`apex.amp` on polyamp: the region of O1."""
+"""`apex.amp` on polyamp: the region of O1, and functions that choose their format."""
 
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,19 +41,79 @@ def native_state() -> tuple[Any, ...]:
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
         torch.is_autocast_cache_enabled(),
+        torch.sigmoid,
     )
 
 
 def test_the_handle_turns_everything_off_again() -> None:
     before = native_state()
+    amp.register_half_function(torch, "sigmoid")
     handle = turn_on()
-    assert (X @ X).dtype == torch.float16
+    assert (X @ X).dtype == torch.sigmoid(X).dtype == torch.float16
     assert functional.mse_loss(HALF, HALF).dtype == torch.float32  # a loss outside of any model
     with polyamp.autocast("float32"):
-        assert (X @ X).dtype == torch.float32
+        assert (X @ X).dtype == torch.sigmoid(X).dtype == torch.float32
     for _ in range(2):
         handle._deactivate()
         assert native_state() == before
+
+
+@pytest.mark.parametrize(
+    ("register", "name", "expected"),
+    [
+        (amp.register_half_function, "softmax", torch.float16),  # float32 by the table
+        (amp.register_float_function, "mm", torch.float32),  # float16 by the table
+        (amp.register_promote_function, "maximum", torch.float32),
+    ],
+)
+def test_registered_functions_of_torch_run_in_their_format(register: Any, name: str, expected: torch.dtype) -> None:
+    original = getattr(torch, name)
+    arguments = {"softmax": (X, 0), "mm": (HALF, HALF), "maximum": (HALF, X)}[name]
+    register(torch, name)
+    assert getattr(torch, name) is original  # until amp is active
+    handle = turn_on()
+    assert getattr(torch, name)(*arguments).dtype == expected
+    handle._deactivate()
+    assert getattr(torch, name) is original
+
+
+def test_registered_functions_of_a_program() -> None:
+    module = types.ModuleType("program")
+    seen: list[torch.dtype] = []
+
+    def own(tensor: Tensor, *, other: Tensor) -> Tensor:
+        seen.extend((tensor.dtype, other.dtype))
+        return tensor @ other
+
+    module.own = own  # type: ignore[attr-defined]
+    amp.register_float_function(module, "own")
+    model = nn.Linear(4, 4)
+    amp.initialize(model, opt_level="O1")
+    assert module.own(HALF, other=X).dtype == torch.float16  # the operations inside have O1's formats
+    assert seen == [torch.float32, torch.float32]
+    with pytest.raises(polyamp.errors.InvalidValueError, match="no function of this name"):
+        amp.register_half_function(module, "missing")
+
+
+def test_decorated_functions() -> None:
+    seen: list[set[torch.dtype]] = []
+
+    def note(first: Tensor, second: Tensor, number: int) -> tuple[torch.dtype, int]:
+        """Note the types."""
+        seen.append({first.dtype, second.dtype})
+        return first.dtype, number
+
+    half, full, widest = amp.half_function(note), amp.float_function(note), amp.promote_function(note)
+    assert half.__name__ == "note"
+    assert half(X, HALF, 3) == (torch.float32, 3)
+    handle = turn_on()
+    assert (half(X, HALF, 3), full(HALF, HALF, 3)) == ((torch.float16, 3), (torch.float32, 3))
+    assert widest(HALF, X, 3) == (torch.float32, 3)
+    handle._deactivate()
+    assert full(HALF, HALF, 3) == (torch.float16, 3)
+    low, wide = {torch.float16}, {torch.float32}
+    assert seen == [low | wide, low, wide, wide, low]
+    assert amp.half_function(nn.ReLU())(X).dtype == torch.float32  # outside
 
 
 @pytest.mark.parametrize("others", [0, 1])

@@ -179,6 +179,11 @@ def constant(magnitudes: Iterable[float], compute: str) -> Value:
     return Value(unfit=f"constant {unfit:.4g} is {'beyond' if abs(unfit) > 1 else 'lost in'} {target.name}")
 
 
+def parameter(largest: float, compute: str) -> Value:
+    """Return the facts about a parameter. Its numbers change in training, so only whether they are beyond counts."""
+    return constant([largest], compute) if largest > format_of(compute).max else WEAK
+
+
 def table(values: Any, compute: str, *, divides: bool = False) -> Value:
     """Return the facts about a constant array; ``divides``: also its small elements count, as those of a divisor do."""
     import numpy
@@ -252,7 +257,8 @@ def flow(
     # Exceptions: an input that the compute format cannot hold forces float32, and so does the result of moving or
     # multiplying such an input. An operation that is ``full`` only because of its range is ``full`` only in formats
     # with a range narrower than that of float32. A norm that is written out returns low values, but is computed in
-    # float32 (see the end of this file). A product with constant weights is an average: it follows strong data.
+    # float32 (see the end of this file). A product with constant weights is an average: it follows strong data. One
+    # of weights alone stays as declared.
     #
     # Source: the classes are those of `polyamp.operations`. TensorFlow's pass also distinguishes values that are
     # float32 by declaration from values that need float32: it paints a whole graph
@@ -297,10 +303,8 @@ def _by_class(
         maker = next(value.maker for value in inputs if value.state == "low")
         return Flow("float32", Value("low", maker, role="normalized"), "inside a norm")
     if op_class == "lower":
-        strong = _first(inputs, "strong")
-        if by_table and strong and _averages(operation, inputs):
-            return _strong(strong.maker, f"an average, after {strong.maker}")
-        return Flow(compute, Value("low", operation), decision.reason)
+        average = _average(operation, inputs) if by_table else None
+        return average or Flow(compute, Value("low", operation), decision.reason)
     if op_class == "full":
         return _strong(operation, decision.reason)
     if op_class == "inner":
@@ -324,6 +328,16 @@ def _is_held(operation: str, op_class: str, inputs: Sequence[Value], held: str) 
 def _averages(operation: str, inputs: Sequence[Value]) -> bool:
     """Return whether an operation is an average with constant weights."""
     return operation == "avg_pool" or (operation in _PRODUCTS and any(value.role == "weights" for value in inputs))
+
+
+def _average(operation: str, inputs: Sequence[Value]) -> Flow | None:
+    """Decide a product that is an average of strong values, or of other weights."""
+    if inputs and all(value.role == "weights" for value in inputs):
+        return Flow("float32", WEAK, "as declared")
+    strong = _first(inputs, "strong")
+    if strong is None or not _averages(operation, inputs):
+        return None
+    return _strong(strong.maker, f"an average, after {strong.maker}")
 
 
 def _strong(maker: str, reason: str) -> Flow:

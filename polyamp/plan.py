@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from polyamp.errors import check_arguments, is_integer, warn_once
-from polyamp.flow import Decision, Flow, Rule, Value, constant, decide, flow, table, unused
+from polyamp.flow import Decision, Flow, Rule, Value, constant, decide, flow, parameter, table, unused
 from polyamp.policies import Policy
 from polyamp.report import Report, aligned, in_bytes, plural
 
@@ -198,6 +198,10 @@ class Decider:
     def constant(self, *magnitudes: float) -> Value:
         """Return the facts about a constant in the policy's compute format; see `polyamp.flow.constant`."""
         return _constant(magnitudes, self.compute)
+
+    def parameter(self, largest: float) -> Value:
+        """Return the facts about a parameter in the policy's compute format; see `polyamp.flow.parameter`."""
+        return parameter(largest, self.compute)
 
     def table(self, values: Any, *, divides: bool = False) -> Value:
         """Return the facts about a constant array in the policy's compute format; see `polyamp.flow.table`."""

@@ -155,7 +155,6 @@ class Pass:
     def _look(self) -> dict[Any, str]:
         """Look at the readers of the values; see `polyamp.readers`."""
         nodes = self.module.graph.nodes
-        results = {node for node in nodes if self.aliases.is_touched(node)}
         written: dict[Any, Any] = {}
         for node in nodes:
             for state in {name for one in self.aliases.changed[node] for name in self.aliases.names(one)}:
@@ -163,7 +162,7 @@ class Pass:
                     written[state] = node.args[-1]
         return look(
             [self._read(node) for node in nodes if node.op.startswith("call")],
-            results=results.union(self.module.graph.output_node().all_input_nodes),
+            results={*filter(self.aliases.is_touched, nodes), *self.module.graph.output_node().all_input_nodes},
             constants={node for node in nodes if node.op != "output" and self.numbers.is_constant(node)},
             written=written,
         )
@@ -206,9 +205,8 @@ class Pass:
             return self._write_checkpoint(node)
         if unstable.is_operator_of_bodies(node.target, "cond"):
             return self._write_branches(node)
-        source = self.known[node.args[0]] if node.args and isinstance(node.args[0], Node) else None
-        if native_name(node) == "getitem" and source is not None and tensors_of(source.declared):
-            return self._write_item(node, source)
+        if native_name(node) == "getitem" and tensors_of(self._declared(node.all_input_nodes[0])):
+            return self._write_item(node, self.known[node.all_input_nodes[0]])
         if native_name(node) == "_set_grad_enabled":
             self._new.records = bool(node.args[0])
         return Known(self.graph.node_copy(node, lambda used: self.known[used].node), example, example)
@@ -236,12 +234,17 @@ class Pass:
     def _write_operation(self, node: Node, operation: str, decision: Decision) -> Known:
         inputs = [self.known[used] for used in node.all_input_nodes]
         outcome, known = self._decide(node, operation, decision)
-        known = known._replace(value=of_its_type(known, inputs))
+        known = known._replace(value=self._as_weights(node, operation, of_its_type(known, inputs)))
         self.decider.lowered |= outcome.format == self.decider.compute
         if tensors_of(known.declared) or self.aliases.changed[node]:
             self.operations.append(planned(node, operation, decision, outcome, inputs, known, self._new.made))
         self._new.made.clear()
         return known
+
+    def _as_weights(self, node: Node, operation: str, value: Any) -> Any:
+        """Return the facts about a result; what is made of constants alone may be the weights of an average."""
+        is_made = isinstance(value, Value) and value.role in ("", "statistic") and operation != "mean"
+        return value._replace(role="weights") if is_made and self.numbers.is_constant(node) else value
 
     def _classify(self, node: Node) -> tuple[str, Decision]:
         """Return an operation's name and class. A user's rule for ``mul`` also holds for a square."""

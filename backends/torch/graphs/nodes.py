@@ -126,7 +126,9 @@ def changed_in_place(node: Node) -> list[Node]:
     if not node.op.startswith("call"):
         return []
     if isinstance(node.target, OPERATORS[0]):
-        return list(_written(node, node.target))
+        places = unstable.written_arguments(node.target)
+        written = [node.args[index] if index < len(node.args) else node.kwargs.get(name) for index, name in places]
+        return [one for one in written if isinstance(one, Node)]
     given = node.kwargs.get("out")
     if given is None and (_changes_first(node) or _asked_in_place(node)):
         given = node.args[0] if node.args else node.kwargs.get("input")
@@ -139,13 +141,6 @@ def _changes_first(node: Node) -> bool:
     if node.target in _CHANGING_OPERATORS:
         return True
     return _is_torchs(node) and bool(re.search(r"[^_]_$", name)) and name not in ("requires_grad_", *FUNCTIONS)
-
-
-def _written(node: Node, overload: Any) -> Iterator[Node]:
-    for index, name in unstable.written_arguments(overload):
-        given = node.args[index] if index < len(node.args) else node.kwargs.get(name)
-        if isinstance(given, Node):
-            yield given
 
 
 def _asked_in_place(node: Node) -> bool:
@@ -196,7 +191,7 @@ class Aliases:
         for node in graph.nodes:
             if (memory := storage_of(node.meta.get("example_value"))) is not None:
                 self._names[memory].append(node)
-        touched = {memory for nodes in self.changed.values() for node in nodes for memory in _memories(node)}
+        self._touched = {memory for nodes in self.changed.values() for node in nodes for memory in _memories(node)}
         # A user's operator need not return the argument that it changed.
         opaque = {
             memory
@@ -205,8 +200,7 @@ class Aliases:
             for one in self.changed[node]
             for memory in _memories(one)
         }
-        self._touched = touched
-        self._pinned = opaque | {memory for memory in touched if not self._is_private(memory)}
+        self._pinned = opaque | {memory for memory in self._touched if not self._is_private(memory)}
 
     def is_pinned(self, node: Node) -> bool:
         """Return whether a node makes or changes pinned memory."""

@@ -109,19 +109,15 @@ def bytes_saved(graph: Graph, attributes: Mapping[str, Any]) -> int | None:
     mode = unstable.fake_mode_of(node.meta.get("example_value") for node in graph.nodes)
     if mode is None:
         return None
-    saved, interpreter = SavedBytes(), _OnFakes(GraphModule(_root(graph, attributes), graph))
+    names = {str(node.target) for node in graph.find_nodes(op="get_attr")}
+    root = {name: attributes.get(name, nn.Identity()) for name in names}  # parts with a fake are not read
+    saved, interpreter = SavedBytes(), _OnFakes(GraphModule(root, graph))
     try:
         with unstable.on_fakes(mode), torch.enable_grad(), saved.counted():
             interpreter.run(*graph.find_nodes(op="placeholder"))
     except (RuntimeError, TypeError, NotImplementedError):  # one of the user's operators has no fake kernel
         return None
     return saved.total
-
-
-def _root(graph: Graph, attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the objects that the graph refers to by name; a placeholder for parts with a fake, which are not read."""
-    names = {str(node.target) for node in graph.find_nodes(op="get_attr")}
-    return {name: attributes.get(name, nn.Identity()) for name in names}
 
 
 class _OnFakes(Interpreter):

@@ -19,7 +19,7 @@ from polyamp.backends.torch.graphs.capture import CONSTANTS, Captured, capture, 
 from polyamp.backends.torch.graphs.decisions import Pass, Shared, under_autocast
 from polyamp.backends.torch.graphs.nodes import Numbers, is_composite
 from polyamp.backends.torch.graphs.planning import bytes_saved
-from polyamp.backends.torch.graphs.values import Known, input_of, is_floating
+from polyamp.backends.torch.graphs.values import Known, constant_of, is_floating, known_value
 from polyamp.backends.torch.graphs.writing import Attributes
 from polyamp.errors import InvalidTypeError, kind_of
 from polyamp.plan import Decider, Plan, PlannedOperation
@@ -47,7 +47,9 @@ class Program:
         self.attributes = Attributes(name)
         with refusals():
             expand(captured.module)
-            writer = _Writer(captured, _names(root), self.decider, self.attributes)
+            named = [*root.named_parameters(), *root.named_buffers()]
+            names = {id(tensor): name for name, tensor in reversed(named)}  # tied ones have their first name
+            writer = _Writer(captured, names, self.decider, self.attributes)
             self.graph = writer.written(self._operations, [*(f"arg_{index}" for index in range(len(args))), *kwargs])
             self.fits = _fitting(captured, writer)
         self._original = captured.module
@@ -106,9 +108,11 @@ class _Writer:
         is_ours = not any(leaf is given for leaf in self.captured.leaves)
         new = self._input(given)
         new.meta["example_value"] = fake
-        is_buffer = is_ours and not isinstance(given, nn.Parameter)
-        self.numbers.add(node, is_constant=is_buffer and is_floating(given))
-        return input_of(new, fake, given, self.decider, is_ours=is_ours)
+        is_parameter = isinstance(given, nn.Parameter)
+        value = constant_of(given, self.decider) if is_ours or is_parameter else known_value(fake, "input")
+        is_constant = is_ours and not is_parameter
+        self.numbers.add(node, is_constant=is_constant and is_floating(given))
+        return Known(new, fake, fake, value, tensor=given if is_constant else None)
 
     def _input(self, given: Tensor) -> Node:
         """Return the node of an argument, parameter or buffer; any other tensor becomes an attribute."""
@@ -187,12 +191,6 @@ def _kinds(leaves: Sequence[Any]) -> list[Any]:
         else (type(leaf), leaf)
         for leaf in leaves
     ]
-
-
-def _names(root: nn.Module) -> dict[int, str]:
-    """Return names of parameters and buffers, by identity; tied ones have their first name."""
-    named = [*root.named_parameters(), *root.named_buffers()]
-    return {id(tensor): name for name, tensor in reversed(named)}
 
 
 def expand(module: GraphModule) -> None:

@@ -44,18 +44,13 @@ def known_value(declared: Any, state: str = "weak") -> Value:
 
 
 def constant_of(held: Tensor, decider: Decider, *, divides: bool = False) -> Value:
-    """Return the facts about a tensor of the program, from its numbers if they can be read."""
-    if held.dtype != torch.float32 or held.is_meta or unstable.fake_mode_of([held]):
+    """Return the facts about a tensor of the program, from its numbers if they can be read: not if it is sharded."""
+    is_plain = type(held) in (Tensor, nn.Parameter) and held.layout == torch.strided
+    if held.dtype != torch.float32 or not is_plain or held.is_meta or not held.numel():
         return known_value(held)
+    if isinstance(held, nn.Parameter):
+        return decider.parameter(float(held.detach().abs().max()))
     return decider.table(held.detach().cpu().resolve_neg().numpy(), divides=divides)
-
-
-def input_of(node: Any, fake: Any, given: Any, decider: Decider, *, is_ours: bool) -> Known:
-    """Return the facts about an input; ``is_ours``: it belongs to the program, so a buffer's numbers are known."""
-    is_parameter = isinstance(given, nn.Parameter)
-    if not is_ours or is_parameter or not isinstance(given, Tensor):
-        return Known(node, fake, fake, known_value(fake, "weak" if is_ours or is_parameter else "input"))
-    return Known(node, fake, fake, constant_of(given, decider), tensor=given)
 
 
 def value_of(known: Known) -> Value:
@@ -72,15 +67,14 @@ def made_without_floats(operation: str, given: Sequence[Value], constant: Value)
     counts = entry is None or entry.op_class == "full" or operation == "integer"
     if operation in ("one_hot", "random") or (given and not counts and all(one.state == "weak" for one in given)):
         return WEAK
-    return INPUT if given or operation == "integer" else WEAK
+    return INPUT if given or entry is None or operation == "integer" else WEAK
 
 
 def of_its_type(known: Known, inputs: Sequence[Known]) -> Any:
     """Return the facts about a result, considering its dtype: integers that are made of floats are input data."""
-    if isinstance(known.declared, Tensor) and known.declared.dtype == torch.bool:
-        return WEAK
+    is_boolean = isinstance(known.declared, Tensor) and known.declared.dtype == torch.bool
     counted = is_integral(known.declared) and any(is_floating(one.declared) for one in inputs)
-    return known_value(known.declared) if counted else known.value
+    return known_value(known.declared) if counted or is_boolean else known.value
 
 
 def joined(values: Sequence[Value]) -> Value:

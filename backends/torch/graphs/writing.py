@@ -136,7 +136,8 @@ def manner(
         return Manner(torch.float32, data)
     if outcome.format == "float32":
         return Manner(torch.float32, data, rounded=outcome.rounds)
-    if _is_wide(node, operation, decision) or sums_gradients(node, operation):
+    has_kernel = (native_name(node).partition(".")[0], _device_type(node)) not in _WITHOUT_KERNEL
+    if is_wide(operation, decision) or not has_kernel or sums_gradients(node, operation):
         return Manner(torch.float32, data, rounded=True)
     takes_mixed = _device_type(node) in _MIXED.get(operation, ())
     return Manner(low, floating[:1] if takes_mixed else data)
@@ -147,11 +148,6 @@ def of_results(operation: str, value: Value, results: Any) -> Any:
     if operation not in _NORMS or not isinstance(results, tuple | list):
         return value
     return [value, *(Value("strong", operation, role="statistic") for _ in results[1:])]
-
-
-def _is_wide(node: Node, operation: str, decision: Decision) -> bool:
-    place = (native_name(node).partition(".")[0], _device_type(node))
-    return is_wide(operation, decision) or place in _WITHOUT_KERNEL
 
 
 def sums_gradients(node: Node, operation: str) -> bool:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,11 @@ MASK[:2] = -1e9
 DECAYS = 10.0 ** -torch.arange(8)
 
 
+def blurred(y: Tensor) -> Tensor:
+    bell = torch.exp(-((torch.arange(3.0) - 1) ** 2))
+    return F.conv1d(y[:, None] + 20, (bell / bell.sum())[None, None])
+
+
 # PyTorch's own ways to write what tests/parity/test_traps.py runs in every framework; each with its arguments besides
 # those of the product, and the factor of the product's arguments.
 KEPT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], float]] = {
@@ -64,6 +70,8 @@ KEPT: dict[str, tuple[Callable[..., Any], tuple[Any, ...], float]] = {
     "a dot product with itself": (lambda y: torch.dot(y.flatten(), y.flatten()).sqrt(), (), 300.0),
     "a product in place": (lambda y: (y + 1).mul_(y + 1).mean(-1).sqrt(), (), 300.0),
     "a product of views as tensors": (lambda y: (y[None] * torch.as_tensor(y).unsqueeze(0)).mean(-1).sqrt(), (), 300.0),
+    "a mask that NumPy makes": (lambda y: (y - torch.as_tensor(np.eye(8, dtype="f")[:4] * 1e9)).clamp(-9), (), 1.0),
+    "a variance in windows": (lambda y: blurred(y * y) - blurred(y).square(), (), 1.0),
     "a table of divisors": (lambda y: y * DECAYS / DECAYS, (), 1.0),
     "ones over": (lambda y: torch.log(torch.ones_like(y) / (y.relu() + 1e-5)), (), 1.0),
 }

@@ -80,14 +80,11 @@ def test_what_is_no_module_and_no_function_or_rewritten_already() -> None:
 
 
 @pytest.mark.parametrize("compute", ["float64", "tensorfloat32", "float8_e4m3fn"])
-def test_formats_that_operations_do_not_run_in(compute: str) -> None:
+def test_formats_and_options_of_other_frameworks(compute: str) -> None:
     policy = polyamp.policy(param="float32", compute=compute, output="float32")
     for verb in (rewrite, explain):
         with pytest.raises(UnsupportedError, match=compute):
             verb(mlp(), X, policy=policy)
-
-
-def test_options_of_other_frameworks() -> None:
     with pytest.raises(UnsupportedError, match="jit_compile"):
         polyamp.rewrite(mlp(), X, policy="mixed_bfloat16", jit_compile=True)
 
@@ -96,16 +93,13 @@ def test_options_of_other_frameworks() -> None:
 
 
 @pytest.mark.parametrize("region", [lambda: torch.autocast("cpu"), lambda: polyamp.autocast("mixed_bfloat16")])
-def test_under_an_autocast(region: Callable[[], Any]) -> None:
+def test_under_an_autocast_that_is_not_off(region: Callable[[], Any]) -> None:
     rewritten = rewrite(mlp(), X, policy="mixed_bfloat16")
     with region():
         for call in (lambda: rewrite(mlp(), X, policy="mixed_bfloat16"), lambda: rewritten(X)):
             with pytest.raises(UsageError, match="already under another autocast"):
                 call()
     assert rewritten(X).dtype == torch.float32
-
-
-def test_an_autocast_that_is_off_does_not_matter() -> None:
     with polyamp.autocast("float32"), torch.autocast("cpu", enabled=False):
         assert rewrite(mlp(), X, policy="mixed_bfloat16")(X).dtype == torch.float32
 

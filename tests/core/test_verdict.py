@@ -137,7 +137,7 @@ def test_a_calibration_prints_its_rules_to_paste_and_is_json() -> None:
         '    "body/matmul": "full",',
         "}",
         "",
-        "safe loss scales: none, the forward pass overflows; with the rules: 2^-15 .. 2^22",
+        "safe loss scales: none, the forward pass overflows; with the rules: 2^-8 .. 2^22",
     ]
     assert found.is_safe
     saved = json.loads(json.dumps(found.as_dict(), allow_nan=False))

@@ -65,9 +65,9 @@ def decide(rules: Iterable[Rule], operation: str, path: str = "") -> Decision:
 
 
 def is_wide(operation: str, decision: Decision) -> bool:
-    """Return whether an operation is ``inner`` by a rule alone: no kernel of it promises float32 inside."""
+    """Return whether an operation of class ``inner`` has no kernel that promises float32 inside."""
     entry = OPERATIONS.get(operation)
-    return decision.op_class == "inner" and (entry is None or entry.op_class != "inner")
+    return decision.op_class == "inner" and (entry is None or "inside" not in entry.sources)
 
 
 def unused(rules: Iterable[Rule], seen: Iterable[tuple[str, str]]) -> list[Rule]:

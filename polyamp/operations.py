@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from polyamp.errors import InvalidValueError
 
-TABLE_VERSION = 2
+TABLE_VERSION = 3
 
 CLASSES: dict[str, str] = {
     "lower": "runs in the compute format: Tensor Core work",
@@ -98,6 +98,10 @@ avg_pool                            : inside tf_fp16=follow tf_bf16=follow cpu=f
 sigmoid tanh erf                    : inside tf_fp16=follow tf_bf16=follow
     They are 16-bit after full work too, so that the output of a loop, such as an LSTM's tanh of its cell state, is in
     16 bits. Full work that reads one reads it unrounded.
+atan sinc                           : range paper=follow
+    Bounded, but their derivatives have x * x, which leaves float16 from 256 on.
+atan2                               : range cuda=promote apex=promote
+    An angle. Its derivative, x / (x * x + y * y), leaves float16 from 256 on, and below 2e-4.
 
 [full]
 # exponentials, logarithms, powers
@@ -154,7 +158,7 @@ binary_cross_entropy                : cpu cuda=banned apex=banned
     it runs in float32, and binary_cross_entropy_with_logits remains the better choice.
 # steep or unbounded functions
 acos asin tan sinh cosh             : cuda apex
-sin cos acosh atanh                 : range
+sin cos acosh asinh atanh           : range
 erf_inv                             : cuda apex
 softplus                            : cuda apex tf_fp16=follow tf_bf16=follow
     It is log(1 + exp(x)), and JAX traces it as that: it has the class of its parts.
@@ -183,7 +187,7 @@ scatter                             : cuda cpu tf_bf16=neutral
 scatter_add                         : cuda
 dot                                 : cuda apex
     The inner product of two vectors is memory-bound: Tensor Cores cannot make it faster.
-addcmul addcdiv atan2 cross_product : cuda apex
+addcmul addcdiv cross_product       : cuda apex
 
 [follow]
 add sub mul div                     : tf_fp16 tf_bf16 paper apex=promote
@@ -199,7 +203,6 @@ elu selu leaky_relu softsign        : tf_fp16 tf_bf16
 erfc                                : tf_fp16 tf_bf16
 gelu silu mish celu glu hard_sigmoid hard_swish     : paper
 soft_shrink hard_shrink tanh_shrink : paper
-atan asinh sinc                     : paper
 dropout                             : paper
 fold                                : paper
 all_reduce                          : fsdp

@@ -14,7 +14,7 @@ from polyamp.backends.jax.graphs.refusals import check_function, positions, user
 from polyamp.backends.jax.graphs.rewrite import name_of, run_rewritten
 from polyamp.backends.jax.modules import NnxArguments, is_nnx_module, trained_in, with_trained
 from polyamp.backends.jax.state import LossScaleOptState, check_single, find_state
-from polyamp.errors import InvalidTypeError, InvalidValueError, no_loss
+from polyamp.errors import InvalidValueError, no_loss, wrong_type
 from polyamp.policies import Policy, chosen_policy, current_policy, report_missing_scale
 from polyamp.policies import policy as make_policy
 from polyamp.scale import LossScale, report_nonfinite_loss
@@ -177,13 +177,9 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
     if not has_aux:
         return _checked_loss(result), None
     if not (isinstance(result, tuple) and len(result) == 2):
-        raise InvalidTypeError(
-            "the function does not return (loss, aux)",
-            where="value_and_grad(fun, has_aux=True)",
-            found=type(result).__name__,
-            allowed="a tuple of two",
-            fix="return loss, aux; or leave out has_aux",
-        )
+        where, what = "value_and_grad(fun, has_aux=True)", "the function does not return (loss, aux)"
+        fix = "return loss, aux; or leave out has_aux"
+        raise wrong_type(type(result), where=where, allowed="a tuple of two", fix=fix, what=what)
     return _checked_loss(result[0]), result[1]
 
 

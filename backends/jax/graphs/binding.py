@@ -14,12 +14,15 @@ A value has a recipe: how it was computed, so that operations in float32 can com
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from polyamp.backends.jax import casting, unstable
 from polyamp.backends.jax.graphs.cells import FLOAT32, CallResult, Cell, Recipe
@@ -190,6 +193,7 @@ _SPREADING = ("add", "sub", "mul", "div", "max", "min")
 _REPEATING = ("broadcast_in_dim", "gather")
 _NEEDING_OPERANDS = frozenset(
     {"mul", "div", "square", "integer_pow", "pow", "log", "log1p", "sin", "cos", "abs", "max", "min", "erf"}
+    | {"atan", "atan2"}
 )
 _NEEDING_RESULTS = frozenset({"exp", "tanh", "logistic", "select_n"})  # select_n: zeros for the other case
 _SLOPES: dict[str, Callable[[Any], Any]] = {"tanh": lambda y: 1 - y * y, "logistic": lambda y: y * (1 - y)}
@@ -206,18 +210,59 @@ def bind_low(equation: Any, cells: Sequence[Cell], dtype: Any, *, is_looped: boo
         return [_saturated(equation, cells[0].cast(dtype))]
     shape, spreads = equation.outvars[0].aval.shape, equation.primitive.name in _SPREADING
     arrays = [_spread(cell, shape, dtype) if spreads else _cast(cell, dtype) for cell in cells]
+    if equation.primitive.name in _DERIVED and any(map(is_traced, cells)):
+        return [_DERIVED[equation.primitive.name](*arrays)]
     preferred = {"preferred_element_type": dtype} if "preferred_element_type" in equation.params else {}
     return unstable.bound(equation, arrays, {**equation.params, **preferred})
+
+
+@jax.custom_jvp
+def _quotient(a: Any, b: Any) -> Any:
+    return lax.div(a, b)
+
+
+@functools.partial(_quotient.defjvp, symbolic_zeros=True)
+def _quotient_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+    # JAX has b ** -2 in the derivative of a / b, which leaves float16 for any b above 256 or below 0.004.
+    b, (da, db), quotient = primals[1], tangents, _quotient(*primals)
+    if isinstance(db, SymbolicZero):
+        return quotient, da if isinstance(da, SymbolicZero) else _quotient(da, b)
+    if isinstance(da, SymbolicZero):
+        return quotient, _in_float32(lambda q, b, db: -q * db / b)(quotient, b, db)
+    return quotient, _in_float32(lambda q, b, da, db: (da - q * db) / b)(quotient, b, da, db)
+
+
+def _extreme(choose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a maximum or minimum whose derivative takes no part in the gradient of the operand that is not chosen."""
+    # JAX multiplies the gradient by 0 there, which is NaN if the gradient is beyond float16, as 1 / (max(x, 0) + 1e-5).
+    extreme = jax.custom_jvp(choose)
+
+    @extreme.defjvp
+    def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        (a, b), (da, db) = primals, tangents
+        result = extreme(a, b)
+        return result, jnp.where(a == b, (da + db) / 2, jnp.where(result == a, da, db))
+
+    return extreme
+
+
+_DERIVED: dict[str, Any] = {"div": _quotient, "max": _extreme(lax.max), "min": _extreme(lax.min)}
+
+
+def _in_float32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of 16-bit arrays that computes in float32; the backward pass keeps the 16-bit arrays."""
+
+    def own(*arrays: Any) -> Any:
+        result = function(*(unstable.converted(array, FLOAT32) for array in arrays))
+        return unstable.converted(result, arrays[0].dtype)
+
+    return jax.checkpoint(own, prevent_cse=False)
 
 
 def _saturated(equation: Any, array: Any) -> Any:
     """Bind a function whose derivative is computed from its result, so that the backward pass keeps only the result."""
     # Behind the barrier XLA computes the argument once, and not again for every result that is kept.
     slope = _SLOPES[equation.primitive.name]
-
-    def times_slope(result: Any, tangent: Any) -> Any:
-        result_32, tangent_32 = (unstable.converted(one, FLOAT32) for one in (result, tangent))
-        return unstable.converted(tangent_32 * slope(result_32), result.dtype)
 
     @jax.custom_jvp
     def own(array: Any) -> Any:
@@ -226,7 +271,7 @@ def _saturated(equation: Any, array: Any) -> Any:
     @own.defjvp
     def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
         result = own(*primals)
-        return result, jax.checkpoint(times_slope, prevent_cse=False)(result, *tangents)
+        return result, _in_float32(lambda result, tangent: tangent * slope(result))(result, *tangents)
 
     return own(lax.optimization_barrier(array))  # type: ignore[no-untyped-call]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from polyamp.errors import InvalidTypeError, UsageError, is_integer, kind_of
+from polyamp.errors import InvalidTypeError, UsageError, is_integer, kind_of, wrong_type
 
 BRANCHES = (
     jax.errors.ConcretizationTypeError,
@@ -88,10 +88,6 @@ def positions(argnums: Any, *, where: str, at_least: int = 0) -> tuple[int, ...]
     wanted = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
     if len(wanted) >= at_least and all(map(is_integer, wanted)):
         return wanted
-    raise InvalidTypeError(
-        "argnums are not positions of arguments",
-        where=where,
-        found=repr(argnums),
-        allowed="an integer, or a tuple of integers; 0 is the function's first argument",
-        fix="count the function's own arguments from 0",
-    )
+    allowed = "an integer, or a tuple of integers; 0 is the function's first argument"
+    fix, what = "count the function's own arguments from 0", "argnums are not positions of arguments"
+    raise wrong_type(argnums, where=where, allowed=allowed, fix=fix, what=what)

@@ -244,15 +244,6 @@ def is_variable(atom: Any) -> bool:
     return not isinstance(atom, Literal)
 
 
-def has_backward(closed: Any) -> bool:
-    """Return whether a name stack in a jaxpr shows a backward pass."""
-    jaxpr, _ = opened(closed)
-    return any(
-        "transpose" in transformations(equation) or any(map(has_backward, inner_programs(equation)))
-        for equation in jaxpr.eqns
-    )
-
-
 def inner_programs(equation: Any) -> list[Any]:
     """Return the jaxprs that an equation runs: a loop's body, the branches of a ``cond``, a call's function."""
     parts = (part for value in equation.params.values() for part in (value if isinstance(value, tuple) else (value,)))

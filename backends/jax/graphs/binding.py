@@ -95,7 +95,8 @@ def bind(operation: Callable[[list[Any]], list[Any]], inputs: Sequence[Taken]) -
     leaves = _distinct(leaf for taken in inputs for leaf in taken.leaves)
     kept = [leaf for leaf in leaves if casting.is_traced(leaf.array)]
     users = (leaf for taken in inputs for leaf in (taken.leaves if taken.is_anew else [taken.cell]))
-    shared = [cell for cell in _distinct(users) if is_traced(cell) and not _is_itself(cell, kept)]
+    # Derivatives can pass the kept array of a value if it is the one that its users share.
+    shared = [one for one in _distinct(users) if is_traced(one) and not (one.dtype == one.declared and one in kept)]
     known = [leaf for leaf in leaves if not casting.is_traced(leaf.array)]
     numbers = {id(leaf): leaf.cast(FLOAT32) if leaf.declared == FLOAT32 else leaf.array for leaf in known}
 
@@ -109,11 +110,6 @@ def bind(operation: Callable[[list[Any]], list[Any]], inputs: Sequence[Taken]) -
         return again([], wide)
     results: list[Any] = jax.checkpoint(again, prevent_cse=False)([leaf.array for leaf in kept], wide)
     return results
-
-
-def _is_itself(cell: Cell, kept: Sequence[Cell]) -> bool:
-    """Return whether the kept array of a value is the one that its users share: then derivatives can pass it."""
-    return cell.dtype == cell.declared and any(cell is leaf for leaf in kept)
 
 
 def _computed(taken: Taken, values: dict[int, Any], originals: dict[int, Any]) -> Any:
@@ -226,7 +222,7 @@ def _quotient_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[
     # JAX has b ** -2 in the derivative of a / b, which leaves float16 for any b above 256 or below 0.004.
     b, (da, db), quotient = primals[1], tangents, _quotient(*primals)
     if isinstance(db, SymbolicZero):
-        return quotient, da if isinstance(da, SymbolicZero) else _quotient(da, b)
+        return quotient, _quotient(da, b)
     if isinstance(da, SymbolicZero):
         return quotient, _in_float32(lambda q, b, db: -q * db / b)(quotient, b, db)
     return quotient, _in_float32(lambda q, b, da, db: (da - q * db) / b)(quotient, b, da, db)

@@ -44,7 +44,7 @@ class Repeats:
         made: dict[Any, tuple[int, int]] = {}
         for equation in unstable.opened(closed)[0].eqns:
             for part in unstable.inner_programs(equation):
-                if not _is_call(equation):
+                if equation.primitive.name != "jit" or not unstable.is_plain_jit(equation.params):
                     self.count(part)
                     continue
                 self._times[id(part)] += 1
@@ -59,10 +59,6 @@ class Repeats:
     def links(self, closed: Any) -> set[tuple[int, int]]:
         """Return the outputs of a jaxpr that are inputs of a later call of it, as pairs (output, input)."""
         return self._chained[id(closed)]
-
-
-def _is_call(equation: Any) -> bool:
-    return equation.primitive.name == "jit" and unstable.is_plain_jit(equation.params)
 
 
 def _links(equation: Any, called: int, made: dict[Any, tuple[int, int]]) -> set[tuple[int, int]]:
@@ -190,9 +186,7 @@ def _results(equation: Any, arrays: Sequence[Any], value: Value, held: Any) -> l
     """Return the results of an equation; ``value`` and ``held`` describe those that are declared float32."""
     declared = map(unstable.dtype_in, equation.outvars)
     return [
-        Cell(array, held, own, value, shared=True)
-        if own == FLOAT32
-        else Cell(array, own, own, declared_value(own), shared=True)
+        Cell(array, *((held, own, value) if own == FLOAT32 else (own, own, declared_value(own))), shared=True)
         for array, own in zip(arrays, declared, strict=True)
     ]
 

@@ -72,13 +72,10 @@ class Program:
         trained = [index for index, array in enumerate(self.arrays) if is_inexact(array.dtype)]
 
         def kept(arrays: list[Any]) -> Any:
-            def of_trained(own: list[Any]) -> list[Any]:
-                given = list(arrays)
-                for index, array in zip(trained, own, strict=True):
-                    given[index] = array
-                return run(given)
+            def of_trained(own: dict[int, Any]) -> list[Any]:
+                return run([own.get(index, array) for index, array in enumerate(arrays)])
 
-            return jax.tree.leaves(jax.vjp(of_trained, [arrays[index] for index in trained])[1])
+            return jax.tree.leaves(jax.vjp(of_trained, {index: arrays[index] for index in trained})[1])
 
         try:
             residuals = jax.eval_shape(kept, self.arrays)
@@ -90,10 +87,8 @@ class Program:
 def _as_traced(cell: Cell, variable: Any) -> Any:
     """Return an output with its traced dtype, which may be a weak type."""
     is_rounded = cell.value.role == "saturated" and cell.declared == FLOAT32  # its user may take a logarithm
-    array, weak = (
-        binding.compute_again(cell) if is_rounded else cell.restored(),
-        getattr(variable.aval, "weak_type", False),
-    )
+    array = binding.compute_again(cell) if is_rounded else cell.restored()
+    weak = getattr(variable.aval, "weak_type", False)
     if unstable.dtype_in(variable) is None:
         return array
     array = jnp.asarray(array)

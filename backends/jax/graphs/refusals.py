@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from polyamp.errors import InvalidTypeError, UsageError, is_integer, kind_of, wrong_type
+from polyamp.errors import UsageError, is_integer, wrong_type
 
 BRANCHES = (
     jax.errors.ConcretizationTypeError,
@@ -47,15 +47,10 @@ def refusals() -> Iterator[None]:
 
 def check_function(fn: object, *, where: str) -> None:
     """Raise if ``fn`` is not callable, for example an array."""
-    if callable(fn):
-        return
-    raise InvalidTypeError(
-        "the argument is not a function",
-        where=where,
-        found=kind_of(fn),
-        allowed="a function of arrays and pytrees: a model's apply, a loss",
-        fix="pass the function, and call the result with the arrays; to cast arrays, call policy.cast_to_compute(tree)",
-    )
+    if not callable(fn):
+        allowed = "a function of arrays and pytrees: a model's apply, a loss"
+        fix = "pass the function, and call the result with arrays; to cast arrays, call policy.cast_to_compute(tree)"
+        raise wrong_type(type(fn), where=where, allowed=allowed, fix=fix, what="the argument is not a function")
 
 
 def _user_line(error: BaseException) -> str:

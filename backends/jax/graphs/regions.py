@@ -74,24 +74,19 @@ class Regions:
         return [rule.pattern for rule in unused_in([*own, *others])]
 
 
-_RECORDED: ContextVar[Regions | None] = ContextVar("polyamp_jax_regions", default=None)
-
-
-def current() -> Regions | None:
-    """Return the regions that are being recorded; None if nothing records them."""
-    return _RECORDED.get()
+RECORDED: ContextVar[Regions | None] = ContextVar("polyamp_jax_regions", default=None)
 
 
 @contextmanager
 def recorded(*, left_out: bool = False) -> Iterator[Regions]:
     """Record every region that is traced in this context, also in functions traced before; or leave it out."""
     regions = Regions(left_out=left_out)
-    token, number = _RECORDED.set(regions), _NUMBERS.pop() if _NUMBERS else next(_NEW)
+    token, number = RECORDED.set(regions), _NUMBERS.pop() if _NUMBERS else next(_NEW)
     try:
         with unstable.traced_apart(number):
             yield regions
     finally:
-        _RECORDED.reset(token)
+        RECORDED.reset(token)
         if not (regions.found or left_out):
             _NUMBERS.append(number)
 

@@ -18,7 +18,7 @@ from polyamp.backends.jax.devices import check_format
 from polyamp.backends.jax.graphs import regions
 from polyamp.backends.jax.graphs.decisions import IN_FLOAT32, PlanBuilder
 from polyamp.backends.jax.graphs.interpreter import Interpreter
-from polyamp.backends.jax.graphs.program import Program
+from polyamp.backends.jax.graphs.program import Program, walk
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
 from polyamp.backends.jax.modules import as_pure
 from polyamp.errors import not_traced
@@ -81,7 +81,7 @@ def planned(
     places = positions(argnums, where="explain(fn, *args)")
     with regions.recorded() as own:
         program = Program(*as_pure(fn, args, kwargs, places)[:4])
-    if own.found and unstable.has_backward(program.closed):
+    if own.found and any(equation.is_backward for equation in walk(program.closed)):
         return regions.plan_of_step(program.closed, own)
     plan = PlanBuilder(own.at)
     interpreter = Interpreter(chosen, plan)
@@ -111,7 +111,7 @@ def run_rewritten(
     """Run a function under a policy, or the current one; report under this name what had no effect."""
     policy = bound or current_policy()
     check_format(policy.compute)
-    shown = regions.current()
+    shown = regions.RECORDED.get()
     if policy.compute == "float32" or (shown is not None and shown.left_out):
         with jax.named_scope(unstable.ISLAND) if bound and policy.compute == "float32" else nullcontext():
             return fn(*args, **kwargs)

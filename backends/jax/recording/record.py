@@ -13,7 +13,7 @@ import numpy as np
 
 from polyamp.backends.jax import gradients, unstable
 from polyamp.backends.jax.casting import is_floating
-from polyamp.backends.jax.graphs.program import Program
+from polyamp.backends.jax.graphs.program import Program, walk
 from polyamp.backends.jax.graphs.rewrite import run_rewritten
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.recording.counting import Sample, spread_of
@@ -131,7 +131,7 @@ def _traced_step(
     given = dict(kwargs)
     with policy:
         program, results, loss_index = _trace(step, args, given)
-        differentiates = unstable.has_backward(program.closed)
+        differentiates = any(equation.is_backward for equation in walk(program.closed))
         has_aux = isinstance(results, tuple) and len(results) == 2
         if not differentiates and _is_scalar(results[0] if has_aux else results):
             one = LossScale.fixed(1.0)

@@ -247,28 +247,23 @@ def test_flags_and_counts_that_a_rule_hands_to_itself_stay_known(compiled: bool)
     np.testing.assert_allclose((jax.jit(grad) if compiled else grad)(W), jax.grad(loss)(W), rtol=1e-2, atol=1e-2)
 
 
-# Quotients and maxima of 16-bit values.
-
-OVER, BESIDE = jnp.linspace(300.0, 5000.0, 8)[None], jnp.linspace(-5.0, 5.0, 8)[None]
-DIRECTION = jnp.eye(8) + 0.01
+OVER, EYE, DIRECTION = jnp.linspace(300.0, 5000.0, 8)[None], jnp.eye(8), jnp.eye(8) + 0.01
 PROGRAMS: dict[str, Callable[..., Any]] = {
     "quotient": lambda w: ((OVER @ w) / (OVER[:, ::-1] @ w)).sum(),
-    "of a constant": lambda w: ((OVER @ w) / 300.0).sum(),
-    "maximum": lambda w: (1e-3 / (jnp.maximum(BESIDE @ w, 0) + 1e-5)).sum(),
+    "maximum": lambda w: (1e-3 / (jnp.maximum((OVER - 2e3) @ w, 0) + 1e-5)).sum(),
 }
 BY: dict[str, Callable[..., Any]] = {
-    "forward": lambda f: jax.jvp(f, (jnp.eye(8),), (DIRECTION,))[1],
-    "backward": lambda f: jax.grad(f)(jnp.eye(8)),
-    "compiled": lambda f: jax.jit(jax.grad(f))(jnp.eye(8)),
-    "mapped": lambda f: jax.vmap(jax.grad(f))(jnp.stack([jnp.eye(8)] * 2)),
-    "backward twice": lambda f: jax.grad(lambda w: jnp.vdot(jax.grad(f)(w), DIRECTION))(jnp.eye(8)),
-    "forward over backward": lambda f: jax.jvp(jax.grad(f), (jnp.eye(8),), (DIRECTION,))[1],
+    "forward": lambda f: jax.jvp(f, (EYE,), (DIRECTION,))[1],
+    "compiled": lambda f: jax.jit(jax.grad(f))(EYE),
+    "mapped": lambda f: jax.vmap(jax.grad(f))(jnp.stack([EYE] * 2)),
+    "twice": lambda f: jax.grad(lambda w: jnp.vdot(jax.grad(f)(w), DIRECTION))(EYE),
+    "forward over backward": lambda f: jax.jvp(jax.grad(f), (EYE,), (DIRECTION,))[1],
 }
 
 
 @pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_derivatives_of_quotients_and_maxima_do_not_leave_float16(name: str, by: str) -> None:
-    autocasted, plain = polyamp.autocast(PROGRAMS[name], "mixed_float16"), PROGRAMS[name]
-    found, wanted = BY[by](lambda w: 64 * autocasted(w)) / 64, BY[by](plain)
+def test_derivatives_of_quotients_and_maxima_stay_in_float16(name: str, by: str) -> None:
+    autocasted = polyamp.autocast(PROGRAMS[name], "mixed_float16")
+    found, wanted = BY[by](lambda w: 64 * autocasted(w)), BY[by](lambda w: 64 * PROGRAMS[name](w))
     assert jnp.linalg.norm(found - wanted) <= 0.01 * jnp.linalg.norm(wanted)

@@ -70,10 +70,6 @@ def codes(step: Any, *args: Any, policy: Any = POLICY) -> list[str]:
     return [finding.code for finding in polyamp.lint(step, *args, policy=policy) if finding.severity != "note"]
 
 
-def jitted(step: Any) -> Any:
-    return jax.jit(step)
-
-
 def jitted_and_called(step: Any) -> Any:
     """Return a jitted function that was traced before, so that ``jax.jit`` would use that trace again."""
     compiled = jax.jit(step)
@@ -86,6 +82,7 @@ def with_a_jit_inside(step: Any) -> Any:
     return lambda *args: inner(*args)
 
 
+jitted = jax.jit
 FORMS = [lambda step: step, jitted, jitted_and_called, with_a_jit_inside]
 
 

@@ -168,12 +168,6 @@ def test_non_finite_loss_inside_jit_skips_the_step_and_shows_itself() -> None:
     assert not state.last_step
 
 
-def test_without_scaling_a_non_finite_loss_is_not_looked_at() -> None:
-    opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "float32").init(PARAMS)
-    loss, _ = value_and_grad(loss_returning(NON_FINITE["inf"]), "float32")(opt_state, PARAMS)
-    assert np.isinf(loss)
-
-
 def test_aux_that_is_missing_is_told() -> None:
     with pytest.raises(polyamp.errors.InvalidTypeError, match="does not return \\(loss, aux\\)"):
         value_and_grad(mean_product, POLICY, has_aux=True)(STATE, PARAMS, 1.0)

@@ -86,12 +86,13 @@ def test_unscaling_is_exact_at_every_power_of_two(scale: float) -> None:
     assert updates.tolist() == [-1.5]
 
 
-@pytest.mark.parametrize("half", [jnp.float16, jnp.float32])
-def test_clipping_does_not_overflow(half: Any) -> None:
+@pytest.mark.parametrize("grad", [np.float16(32e3), np.float32(1.7e38), np.complex64(3 + 4j)])
+def test_clipping_does_not_overflow_and_sees_magnitudes(grad: Any) -> None:
     tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=polyamp.LossScale.fixed(1.0), max_grad_norm=1.0)
-    large = float(jnp.finfo(half).max) / 2
-    updates, _ = jax.jit(tx.update)(jnp.array([large, large], half), tx.init(jnp.zeros(2)))
-    np.testing.assert_allclose(updates, np.full(2, -np.sqrt(0.5)), rtol=1e-6)
+    updates, _ = jax.jit(tx.update)(
+        jnp.array([grad, grad]), tx.init(jnp.zeros(2, jnp.promote_types(grad.dtype, jnp.float32)))
+    )
+    np.testing.assert_allclose(updates, np.full(2, -grad / abs(grad) * np.sqrt(0.5)), rtol=1e-3)
 
 
 @pytest.mark.parametrize("large", [1.0, 2.0**60])
@@ -100,12 +101,6 @@ def test_gradients_within_the_limit_keep_every_bit(large: float) -> None:
     tx = polyamp.wrap_optimizer(optax.identity(), FLOAT16, loss_scale=config, max_grad_norm=2.0**61)
     grads = jnp.array([large, 1e-30, -3e-38])
     assert bits(jax.jit(tx.update)(grads, tx.init(grads))[0]) == bits(grads)
-
-
-def test_norm_of_complex_gradients_is_that_of_their_magnitudes() -> None:
-    tx = polyamp.wrap_optimizer(optax.sgd(1.0), FLOAT16, loss_scale=polyamp.LossScale.fixed(1.0), max_grad_norm=1.0)
-    updates, _ = jax.jit(tx.update)(jnp.array([3.0 + 4.0j]), tx.init(jnp.zeros(1, jnp.complex64)))
-    np.testing.assert_allclose(updates, [-0.6 - 0.8j], rtol=1e-6)
 
 
 def test_leaves_without_gradient_are_passed_over() -> None:

@@ -233,23 +233,12 @@ def clears_between_scaling_and_differentiating_and_adds_another_loss(wrap: Any, 
 # --- gradients are where the user's code looks for them ---------------------------------------------------------------
 
 
-def clear_by_model(p: Any) -> None:
-    nn.ParameterList([p]).zero_grad()
-
-
-def clear_to_zero_by_model(p: Any) -> None:
-    nn.ParameterList([p]).zero_grad(set_to_none=False)
-
-
-def clear_by_hand(p: Any) -> None:
-    p.grad = None
-
-
-def clear_in_place(p: Any) -> None:
-    p.grad.zero_()
-
-
-CLEARS = [clear_by_model, clear_to_zero_by_model, clear_by_hand, clear_in_place]
+CLEARS = {
+    "by model": lambda p: nn.ParameterList([p]).zero_grad(),
+    "to zero by model": lambda p: nn.ParameterList([p]).zero_grad(set_to_none=False),
+    "by hand": lambda p: setattr(p, "grad", None),
+    "in place": lambda p: p.grad.zero_(),
+}
 
 
 def gives_up_a_batch_after_unscaling(wrap: Any, p: Any, *, clear: Any) -> None:
@@ -314,23 +303,14 @@ def changes_unscaled_gradients_and_differentiates_again(wrap: Any, p: Any) -> No
 
 
 @right
-def divides_unscaled_gradients_by_a_norm_of_zero(wrap: Any, p: Any) -> None:
-    opt = wrap(sgd(p))
-    opt.backward(0 * S(p))
-    opt.unscale_()
-    grad = trained(opt)[0].grad
-    grad.div_(grad.norm())
-    opt.step()
-
-
-@right
-def divides_unscaled_gradients_by_a_norm_of_zero_and_clips(wrap: Any, p: Any) -> None:
-    opt = wrap(sgd(p), max_grad_norm=1.0)
-    opt.backward(0 * S(p))
-    opt.unscale_()
-    grad = trained(opt)[0].grad
-    grad.div_(grad.norm())
-    opt.step()
+def divides_unscaled_gradients_by_a_norm_of_zero(wrap: Any, p: Any, q: Any) -> None:
+    for param, max_grad_norm in ((p, None), (q, 1.0)):
+        opt = wrap(sgd(param), max_grad_norm=max_grad_norm)
+        opt.backward(0 * S(param))
+        opt.unscale_()
+        grad = trained(opt)[0].grad
+        grad.div_(grad.norm())
+        opt.step()
 
 
 @right_or_refused
@@ -815,7 +795,7 @@ def test_a_program_ends_as_in_plain_pytorch_or_is_refused(program: Program, kind
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("clear", CLEARS, ids=named)
+@pytest.mark.parametrize("clear", CLEARS.values(), ids=CLEARS)
 @pytest.mark.parametrize("gives_up", [gives_up_a_batch_after_unscaling, gives_up_a_batch_of_two_losses], ids=named)
 def test_gradients_that_somebody_cleared_are_gone(gives_up: Any, clear: Any, kind: Kind, fused_step: bool) -> None:
     def program(wrap: Any, p: Any) -> None:

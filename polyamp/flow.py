@@ -334,7 +334,7 @@ def _average(operation: str, inputs: Sequence[Value]) -> Flow | None:
     """Decide a product that is an average of strong values, or of other weights."""
     if inputs and all(value.role == "weights" for value in inputs):
         return Flow("float32", WEAK, "as declared")
-    strong = _first(inputs, "strong")
+    strong = _first([value for value in inputs if value.role != "weights"], "strong")
     if strong is None or not _averages(operation, inputs):
         return None
     return _strong(strong.maker, f"an average, after {strong.maker}")

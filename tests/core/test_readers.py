@@ -105,6 +105,7 @@ def test_full_work_reads_averages_unrounded(name: str, weights: tuple[Value, ...
     assert by_table("mul", average.output, average.output, held=READ_IN_FULL).anew == ("average",)
     assert by_table("matmul", average.output, WEAK).anew == ()
     assert by_table(name, STRONG, *weights).format == "float32"
+    assert by_table("matmul", LOW, STRONG._replace(role="weights")).format == "float16"
 
 
 NAMES = st.sampled_from(["neg", "abs", "relu", "exp", "stop_gradient"])

@@ -220,14 +220,9 @@ def health(holder: Any, probe: Probe | None = None) -> Health:
         InvalidTypeError: ``holder`` has no loss scale, or ``probe`` is not a probe.
         UsageError: in JAX, the pytree has no such state, or several.
     """
-    check_probe(probe, "health")
+    with reading(probe, where="health(probe=)"):
+        fits = probe is None or hasattr(probe, "window")
+    check_arguments("health", [("probe", probe, fits, "the result of polyamp.probe, or None")], InvalidTypeError)
     adapter = adapter_for(None, holder, where="health(holder)")
     settings, counters = adapter.loss_scale_of(holder)
     return Health(settings, counters, probe)
-
-
-def check_probe(probe: object, verb: str) -> None:
-    """Refuse a value that is neither None nor a probe."""
-    with reading(probe, where=f"{verb}(probe=)"):
-        fits = probe is None or hasattr(probe, "window")
-    check_arguments(verb, [("probe", probe, fits, "the result of polyamp.probe, or None")], InvalidTypeError)

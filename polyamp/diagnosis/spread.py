@@ -139,9 +139,8 @@ class Spread:
     def _lost_at(self, found: Format, exponent: int) -> float:
         """Return the share of the L1 mass that a format loses of the elements times ``2**exponent``."""
         # What rounds to zero is lost, and a subnormal is off by a quarter of the subnormals' distance on average.
-        flushed, normal = (
-            max(0, bound - exponent - LOWEST) for bound in (_flush_exponent(found), _normal_exponent(found))
-        )
+        bounds = _flush_exponent(found), round(math.log2(found.smallest_normal))
+        flushed, normal = (max(0, bound - exponent - LOWEST) for bound in bounds)
         off = sum(self.counts[flushed:normal]) * found.smallest_subnormal / 4 * 2.0**-exponent
         return _share([*self.mass[:flushed], off], math.fsum(self.mass))
 
@@ -177,10 +176,6 @@ class Window(NamedTuple):
 def _flush_exponent(found: Format) -> int:
     """Return the exponent below which magnitudes round to zero: that of half the smallest subnormal."""
     return round(math.log2(found.smallest_subnormal)) - 1
-
-
-def _normal_exponent(found: Format) -> int:
-    return round(math.log2(found.smallest_normal))
 
 
 def _shifted(values: Sequence[float], by: int) -> list[float]:

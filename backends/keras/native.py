@@ -143,11 +143,6 @@ def is_recording() -> bool:
     return tape_records() if BACKEND == "tensorflow" else in_stateless_scope()
 
 
-def is_functional() -> bool:
-    """Return whether several states of an optimizer may be in use, as on JAX and in replicas."""
-    return BACKEND == "jax" or in_strategy()
-
-
 def autocasts() -> bool:
     """Return whether an ambient autocast of the framework is active here."""
     if BACKEND == "tensorflow":

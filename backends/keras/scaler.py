@@ -13,8 +13,16 @@ import keras
 from keras import ops
 from keras.backend import standardize_dtype
 
-from polyamp.backends.keras.native import is_functional, is_scaled, place_of, platform_of, snapshot, value_of, widened
-from polyamp.backends.keras.unstable import layout_of
+from polyamp.backends.keras.native import (
+    in_strategy,
+    is_scaled,
+    place_of,
+    platform_of,
+    snapshot,
+    value_of,
+    widened,
+)
+from polyamp.backends.keras.unstable import is_mapped, layout_of
 from polyamp.errors import InvalidValueError, no_loss
 from polyamp.policies import report_missing_scale
 from polyamp.scale import LossScale, LossScaleState, advance, can_divide, on_host, report_limits, report_nonfinite_loss
@@ -65,7 +73,8 @@ class LossScaler:
             report_nonfinite_loss(self.settings, compute=self.compute, found=shown, stacklevel=4)
         wide = widened(tensor)
         scale = value_of(self.variables.scale)
-        self.losses.note(place_of(scale), None if is_functional() else snapshot(scale), finite)
+        is_one_of_several = is_mapped(self.variables.scale) or in_strategy()  # states, as in pure functions on JAX
+        self.losses.note(place_of(scale), None if is_one_of_several else snapshot(scale), finite)
         return wide * ops.cast(ops.where(finite, scale, ops.full_like(scale, float("inf"))), wide.dtype)
 
     def unscale(self, grads: Sequence[Any]) -> list[Any]:

@@ -36,6 +36,11 @@ def in_stateless_scope() -> bool:
     return bool(stateless_scope.in_stateless_scope())
 
 
+def is_mapped(variable: Any) -> bool:
+    """Return whether a ``keras.StatelessScope`` gives a variable another value here."""
+    return in_stateless_scope() and stateless_scope.get_stateless_scope().get_current_value(variable) is not None
+
+
 def added_weights(layer: Any) -> list[Any]:
     """Return the variables that layers made as not trainable, without frozen trainable ones and without seeds."""
     layers = {id(one): one for one in layer._flatten_layers()}

@@ -453,7 +453,18 @@ def no_loss_scale(found: object, *, where: str, allowed: str) -> InvalidTypeErro
     )
 
 
-def no_method(owner: object, name: str, instead: Mapping[str, str]) -> AttributeError:
+INSTEAD = {
+    "backward": "compute gradients of opt.scale_loss(loss), and give them to opt.apply_gradients",
+    "scale": "scale_loss(loss) scales a loss",
+    "unscale_": "apply_gradients unscales, tests and clips",
+    "clip_grad_norm_": "give max_grad_norm= to polyamp.wrap_optimizer",
+    "zero_grad": "leave it out: gradients are values here",
+    "step": "call opt.apply_gradients(zip(gradients, variables))",
+}
+"""What to call in place of methods of PyTorch's optimizers, in TensorFlow and Keras."""
+
+
+def no_method(owner: object, name: str, instead: Mapping[str, str] = INSTEAD) -> AttributeError:
     """Return the error for an attribute that does not exist, which names the call to make for another framework's."""
     kind = type(owner).__name__
     if name not in instead:

@@ -197,7 +197,17 @@ class ScaledLosses:
                 "by that factor. What to do: take the gradients of polyamp.scale_loss(loss, optimizer).",
                 stacklevel=5,
             )
-        return self._scale if self.are_here(place) and self._scale is not None else current
+        if self._place is not place or self._scale is None or not self._noted:
+            return current
+        if not self.are_here(place) and not _equal(self._scale, current):
+            raise UsageError(
+                "the loss scale of these gradients is not known: it changed since the last loss was scaled",
+                where="the gradients of a step",
+                found="losses that were scaled in compiled functions or by hand, and one that scale_loss scaled here",
+                allowed="one step after each loss",
+                fix="make the step before the next loss is scaled, or scale, differentiate and step in one function",
+            )
+        return self._scale
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -141,7 +141,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         super(keras.optimizers.LossScaleOptimizer, self).build(var_list)  # Keras' own would add two more scalars
 
     def __getattr__(self, name: str) -> Any:
-        raise no_method(self, name, _INSTEAD)
+        raise no_method(self, name)
 
     def scale_loss(self, loss: Any) -> Any:
         """Return the loss in float32 (float64 stays) times the loss scale.
@@ -386,16 +386,6 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
             return list(variables)
         trained = built_on(self.inner_optimizer)
         return [trained[index_in(self, variable)] for variable in variables]
-
-
-_INSTEAD = {
-    "backward": "compute gradients of opt.scale_loss(loss), and give them to opt.apply_gradients",
-    "scale": "scale_loss(loss) scales a loss",
-    "unscale_": "apply_gradients unscales, tests and clips; get_unscaled_gradients returns what it would use",
-    "clip_grad_norm_": "give max_grad_norm= to polyamp.wrap_optimizer",
-    "zero_grad": "leave it out: gradients are values here",
-    "step": "call opt.apply_gradients(zip(gradients, variables))",
-}
 
 
 def _check_optimizer(inner: Any, max_grad_norm: float | None) -> None:

@@ -59,7 +59,7 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         self._track_trackable(self.scaler, "scaler")
 
     def __getattr__(self, name: str) -> Any:
-        raise no_method(self, name, _INSTEAD)
+        raise no_method(self, name)
 
     def scale_loss(self, loss: Any) -> tf.Tensor:
         """Scale a loss as `LossScaler.scale` does; `minimize` and `compute_gradients` do it themselves."""
@@ -133,16 +133,6 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         """Return the inner optimizer's slot for a variable."""
         # `get_slot_names` is not forwarded: a checkpoint would find the inner optimizer's slots twice, and fail.
         return self.inner.get_slot(var, name)
-
-
-_INSTEAD = {
-    "backward": "call opt.minimize(loss), or opt.compute_gradients(loss) and opt.apply_gradients(pairs)",
-    "scale": "scale_loss(loss) scales a loss",
-    "unscale_": "compute_gradients returns unscaled gradients",
-    "clip_grad_norm_": "give max_grad_norm= to polyamp.wrap_optimizer",
-    "zero_grad": "leave it out: gradients are values here",
-    "step": "call opt.apply_gradients(pairs)",
-}
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -29,12 +29,11 @@ _KEPT = 16  # most calls to keep
 
 def gradients_in(grads: Any, where: str) -> list[Any]:
     """Return gradients as a list. Refuse a container in it: a framework would convert it, along every path."""
-    if hasattr(grads, "dtype") or not isinstance(grads, Iterable):
-        raise _no_gradients(grads, where)
-    found = list(grads)
-    for grad in found:
-        if grad is not None and "float" not in str(getattr(grad, "dtype", "")):
-            raise _no_gradients(grad, where)
+    is_list = isinstance(grads, Iterable) and not hasattr(grads, "dtype")
+    found = list(grads) if is_list else [grads]
+    wrong = [one for one in found if one is not None and "float" not in str(getattr(one, "dtype", ""))]
+    if wrong or not is_list:
+        raise _no_gradients(*wrong[:1] or [grads], where)
     return found
 
 
@@ -48,13 +47,11 @@ def pairs_in(grads_and_vars: Any, where: str) -> tuple[list[Any], list[Any]]:
 
 
 def _no_gradients(found: object, where: str) -> InvalidTypeError:
-    dtype = getattr(found, "dtype", None)
     return InvalidTypeError(
         "a step needs a list of gradients",
         where=where,
-        found=kind_of(found) if dtype is None else f"a tensor of {dtype}",
-        allowed="floating-point tensors of the framework, or None; in pairs with their variables where a step takes "
-        "pairs",
+        found=f"{kind_of(found)} of {getattr(found, 'dtype', 'no dtype')}",
+        allowed="floating-point tensors or None, where a step takes pairs each with its variable",
         fix="give the gradients of the scaled loss in a flat list, in the order of the variables",
     )
 

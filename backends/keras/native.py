@@ -128,11 +128,6 @@ def place_of(tensor: Any) -> Any:
     return next(iter(places([tensor])), None)
 
 
-def snapshot(value: Any) -> Any:
-    """Return a variable's value as it is now: torch assigns in place."""
-    return value.clone() if BACKEND == "torch" else value
-
-
 def is_scaled(grads: Sequence[Any], scale: Any) -> bool | None:
     """Return whether gradients are those of a loss times this scale; None if that is not known."""
     return provenance.is_scaled(grads, scale.value) if BACKEND == "tensorflow" else None

@@ -18,7 +18,6 @@ from polyamp.backends.keras.native import (
     is_scaled,
     place_of,
     platform_of,
-    snapshot,
     value_of,
     widened,
 )
@@ -74,7 +73,7 @@ class LossScaler:
         wide = widened(tensor)
         scale = value_of(self.variables.scale)
         is_one_of_several = is_mapped(self.variables.scale) or in_strategy()  # states, as in pure functions on JAX
-        self.losses.note(place_of(scale), None if is_one_of_several else snapshot(scale), finite)
+        self.losses.note(place_of(scale), None if is_one_of_several else ops.copy(scale), finite)
         return wide * ops.cast(ops.where(finite, scale, ops.full_like(scale, float("inf"))), wide.dtype)
 
     def unscale(self, grads: Sequence[Any]) -> list[Any]:

@@ -131,7 +131,8 @@ class Parameter(NamedTuple):
 def generated_functions(op: str) -> tuple[tuple[Callable[..., Any], ...], dict[str, Parameter]]:
     """Return the function that makes an operation and its twin in ``tf.raw_ops``, and their parameters."""
     # The twin accepts only keyword arguments.
-    found = next((module for module in _generated_modules() if hasattr(module, op)), None)
+    generated = [module for name, module in sys.modules.items() if name.startswith("tensorflow.python.ops.gen_")]
+    found = next((module for module in generated if hasattr(module, op)), None)
     if found is None:
         return (), {}
     raw = getattr(found, op)
@@ -139,10 +140,6 @@ def generated_functions(op: str) -> tuple[tuple[Callable[..., Any], ...], dict[s
     annotations = inspect.get_annotations(function)
     names = inspect.signature(function).parameters
     return (function, raw), {name: _parameter(op, annotations.get(name)) for name in names}
-
-
-def _generated_modules() -> list[Any]:
-    return [module for name, module in sys.modules.items() if name.startswith("tensorflow.python.ops.gen_")]
 
 
 def _parameter(op: str, annotation: Any) -> Parameter:

@@ -92,7 +92,9 @@ def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: P
     """Return the plan of a function's graph, or of a ``GraphDef``; see `polyamp.explain`."""
     check_format(policy.compute)
     if not callable(fn):
-        return plan_of(decided_graph(fn, policy), _imported(fn))
+        with tf.Graph().as_default() as graph:
+            tf.graph_util.import_graph_def(fn, name="")
+        return plan_of(decided_graph(fn, policy), graph)
     with walking(fn, args, kwargs):
         concrete = concrete_of(fn, args, kwargs)
     return plan_of(decided_for(concrete, policy), concrete.graph)
@@ -153,9 +155,3 @@ def _report(decisions: Pass, name: str) -> None:
     if format_of(rules.compute).is_low and not lowers(decisions) and not rules.not_entered:
         why = f"{NO_PRODUCTS}, that this device's kernels take"
         report_nothing_lowered("rewrite", rules.compute, where=name, why=why)
-
-
-def _imported(graph_def: Any) -> Any:
-    with tf.Graph().as_default() as graph:
-        tf.graph_util.import_graph_def(graph_def, name="")
-    return graph

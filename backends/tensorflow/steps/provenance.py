@@ -79,8 +79,8 @@ def _report_clipped(last: Sequence[Any], found: Misscaled | None) -> None:
     """Report an operation that clips between the backward pass and these operations."""
     late = closure(last, lambda one: [] if _is_gradient(one) else _makers(one))
     gradients = set(filter(_is_gradient, late))
-    after = closure(gradients, lambda one: late.intersection(_readers(one))) - gradients
-    for place in [_place(one) for one in after if _clips(one)][:1]:
+    after = closure(gradients, lambda one: [op for value in one.outputs for op in value.consumers() if op in late])
+    for place in [_place(one) for one in after - gradients if _clips(one)][:1]:
         if found is not None:
             found.clipped.append(place)
         else:
@@ -93,10 +93,6 @@ def _report_clipped(last: Sequence[Any], found: Misscaled | None) -> None:
 
 def _makers(operation: tf.Operation) -> list[tf.Operation]:
     return [value.op for value in operation.inputs]
-
-
-def _readers(operation: tf.Operation) -> list[tf.Operation]:
-    return [reader for value in operation.outputs for reader in value.consumers()]
 
 
 def _is_gradient(operation: tf.Operation) -> bool:

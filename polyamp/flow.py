@@ -280,13 +280,6 @@ def flow(
     return Flow(chosen.format, output, chosen.reason, anew)
 
 
-def specific(operation: str, *, of_itself: bool = False, over: bool = False) -> str:
-    """Return the more specific name of an operation with such operands: a ``mul`` of equal values is a ``square``."""
-    if operation == "mul" and of_itself:
-        return "square"
-    return "reciprocal" if operation == "div" and over else operation
-
-
 _NEXT_TO_INPUT = "next to an input"
 
 
@@ -455,7 +448,7 @@ def statistic(operation: str, inputs: Sequence[Value]) -> str:
         return ""
     if operation in _ROOTS:
         return _ROOTS[operation]
-    if operation == "reciprocal" or (operation == "div" and not inputs[0].role):
+    if operation == "reciprocal" or (operation == "div" and inputs[0].role not in _STATISTICS):
         return _INVERSES.get(roles[0], "statistic")
     if operation in _KEEPING and len(set(roles)) == 1:
         return roles[0]

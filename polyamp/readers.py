@@ -20,8 +20,8 @@ ACCUMULATES = "a state that is written"
 DIVIDES = "a constant divisor"
 
 _MOVES = frozenset({"reshape", "broadcast", "transpose", "slice", "gather", "identity", "cast", "neg", "where"})
-_AFFINE = _MOVES | {"add", "sub", "mul", "div", "lerp", "addcmul"}
-_LINEAR = _AFFINE | {"avg_pool", "sum", "mean", "matmul", "conv", "einsum"}  # in one input, if the others are constants
+AFFINE = _MOVES | {"add", "sub", "mul", "div", "lerp", "addcmul"}
+_LINEAR = AFFINE | {"avg_pool", "sum", "mean", "matmul", "conv", "einsum"}  # in one input, if the others are constants
 _LOGARITHMS = frozenset({"log", "log2", "log10", "reciprocal", "rsqrt"})
 _PASSING = frozenset({"follow", "neutral", "promote"})
 
@@ -102,7 +102,7 @@ def _accumulated(reads: Sequence[Read], written: Mapping[Hashable, Hashable]) ->
     """Return the values between what is read of each state and what is written to it."""
     readers: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index, read in enumerate(reads if written else ()):
-        if read.operation in _AFFINE:
+        if read.operation in AFFINE:
             for value in read.inputs:
                 readers[value].append(index)
     found: set[Hashable] = set()

@@ -31,7 +31,10 @@ _CHEAP = frozenset(
     {"add", "sub", "mul", "div", "neg", "abs", "exp", "max", "min", "clamp", "select_n", "square", "integer_pow"}
     | {"sqrt", "rsqrt", "logistic", "tanh", "erf", "broadcast_in_dim", "reshape", "squeeze", "copy"}
 )
-_ANEW = ("saturated", "pointwise")
+# The roles of values that may be computed again, and of their inputs that are then computed again too. An average is of
+# rounded values.
+_STEPS = ("saturated", "pointwise")
+_ANEW = {"saturated": _STEPS, "pointwise": _STEPS, "average": ("average",)}
 _DEPTH = 8
 
 
@@ -62,7 +65,7 @@ def is_traced(cell: Cell) -> bool:
 
 def compute_again(cell: Cell) -> Any:
     """Return a value in float32. If it was rounded it is computed again, not cast from its rounded value."""
-    taken = _take(cell, _ANEW)
+    taken = _take(cell, _STEPS)
     return bind(lambda arrays: arrays, [taken])[0] if taken.is_anew else cell.cast(FLOAT32)
 
 
@@ -77,7 +80,7 @@ class Taken(NamedTuple):
 def _take(cell: Cell, roles: Sequence[str]) -> Taken:
     """Return how an operation takes an input: with one of these roles it is computed again in float32."""
     if cell.value.state == "low" and cell.value.role in roles and _recipe(cell) is not None:
-        return Taken(cell, _distinct(_leaves_anew(cell)), is_anew=True)
+        return Taken(cell, _distinct(_leaves_anew(cell, _ANEW[cell.value.role])), is_anew=True)
     return Taken(cell, [cell])
 
 
@@ -158,9 +161,9 @@ def _recipe(cell: Cell) -> Recipe | None:
     return cell.recipe
 
 
-def _leaves_anew(cell: Cell) -> list[Cell]:
-    recipe = _recipe(cell) if cell.value.state == "low" and cell.value.role in _ANEW else None
-    return [cell] if recipe is None else [leaf for source in recipe.cells for leaf in _leaves_anew(source)]
+def _leaves_anew(cell: Cell, roles: Sequence[str]) -> list[Cell]:
+    recipe = _recipe(cell) if cell.value.state == "low" and cell.value.role in roles else None
+    return [cell] if recipe is None else [leaf for source in recipe.cells for leaf in _leaves_anew(source, roles)]
 
 
 def _smallest(cell: Cell, depth: int) -> list[Cell]:

@@ -42,20 +42,18 @@ class Cell:
     declared: Any  # the dtype that the program declared
     value: Value  # the facts of the flow rule
     shared: bool = False  # whether casts are kept for other uses
-    constant: bool = False  # whether its numbers are known when the program is traced
-    same: Any = field(default_factory=object)  # equal for values that hold the same numbers
     recipe: Recipe | CallResult | None = None  # how it was computed
-    _casts: dict[Any, Any] = field(default_factory=dict)
+    casts: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, array: Any, declared: Any, value: Value | None = None, constant: bool = False) -> Cell:
+    def of(cls, array: Any, declared: Any, value: Value | None = None) -> Cell:
         """Return the cell of an array in its declared dtype; ``value`` has the facts about a float32 array."""
         known = declared_value(declared) if value is None or declared != FLOAT32 else value
-        return cls(array, declared, declared, known, constant=constant)
+        return cls(array, declared, declared, known)
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[Any, ...]]:
         """Return the array, and everything else that can be compared as static data."""
-        return (self.array,), (self.dtype, self.declared, self.value, self.shared, self.constant)
+        return (self.array,), (self.dtype, self.declared, self.value, self.shared)
 
     @classmethod
     def tree_unflatten(cls, about: tuple[Any, ...], arrays: tuple[Any]) -> Cell:
@@ -73,7 +71,7 @@ class Cell:
 
     def around(self, array: Any) -> Cell:
         """Return a cell with another array and the same facts."""
-        return Cell(array, self.dtype, self.declared, self.value, self.shared, self.constant, self.same)
+        return Cell(array, self.dtype, self.declared, self.value, self.shared)
 
     def cast(self, dtype: Any) -> Any:
         """Return the array in a dtype; None leaves it as it is."""
@@ -81,9 +79,9 @@ class Cell:
             return self.array
         if not self.shared:
             return converted(self.array, dtype)
-        if dtype not in self._casts:
-            self._casts[dtype] = converted(self.array, dtype)
-        return self._casts[dtype]
+        if dtype not in self.casts:
+            self.casts[dtype] = converted(self.array, dtype)
+        return self.casts[dtype]
 
     def restored(self) -> Any:
         """Return the array in its declared dtype."""
@@ -96,11 +94,11 @@ class Cell:
     @property
     def format(self) -> Any:
         """A key for the format of the cell. Arguments with equal keys can share a rewritten function."""
-        return self.dtype, self.declared, self.value, self.constant, jax.typeof(self.array)
+        return self.dtype, self.declared, self.value, jax.typeof(self.array)
 
     def declared_as(self, value: Value) -> Cell:
         """Return the value in its declared dtype, with the flow rule's facts about it from here on."""
-        return Cell(self.restored(), self.declared, self.declared, value, self.shared, self.constant, self.same)
+        return Cell(self.restored(), self.declared, self.declared, value, self.shared)
 
 
 class Recipe(NamedTuple):

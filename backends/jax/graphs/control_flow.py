@@ -109,7 +109,7 @@ _KNOWN: WeakKeyDictionary[Any, dict[Any, _Rewritten]] = WeakKeyDictionary()
 def _rewritten(run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) -> _Rewritten:
     """Return the jaxpr rewritten for arguments in these formats."""
     known = _KNOWN.setdefault(closed, {})
-    key = (run.policy, run.is_looped, run.place(path), tuple(cell.format for cell in cells), _equal(cells))
+    key = (run.policy, run.is_looped, run.place(path), tuple(cell.format for cell in cells))
     if key not in known:
         known[key] = _rewrite(run, closed, cells, path, frozenset())
     is_weak = [cell.dtype == cell.declared == FLOAT32 and cell.value.state in ("weak", "input") for cell in cells]
@@ -133,12 +133,6 @@ def _rewrite(
         return [cell.declared_as(values[at]) if at in values else cell for at, cell in enumerate(outputs)]
 
     return _Rewritten(*trace(own, closed, cells, path, hold), own.decider)
-
-
-def _equal(cells: Sequence[Cell]) -> tuple[int, ...]:
-    """Return for each argument the index of the first one with the same numbers."""
-    first: dict[Any, int] = {}
-    return tuple(first.setdefault(cell.same, place) for place, cell in enumerate(cells))
 
 
 def cond(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:

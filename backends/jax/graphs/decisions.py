@@ -17,35 +17,11 @@ import numpy as np
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell
-from polyamp.backends.jax.operations import OPERATIONS, canonical
-from polyamp.flow import AS_WRITTEN, NO_FLOATS, WEAK, Decision, Flow, Value, specific
+from polyamp.backends.jax.graphs.values import Values
+from polyamp.backends.jax.operations import OPERATIONS
+from polyamp.flow import AS_WRITTEN, NO_FLOATS, WEAK, Decision, Flow, Value
 from polyamp.operations import OPERATIONS as CANONICAL
 from polyamp.plan import Decider, PlannedOperation
-
-_MOVES = ("reshape", "squeeze", "copy", "name", "stop_gradient")  # the same numbers in the same order
-_ALIKE = ("broadcast_in_dim", "transpose", "slice", "abs", "neg")  # of the same numbers they return the same numbers
-
-
-def note_same(equation: Any, cells: Sequence[Cell], results: Sequence[Cell]) -> None:
-    """Record whether the results of an equation are constants, and which other values they are the same as."""
-    is_constant = bool(cells) and all(cell.constant for cell in cells)
-    for cell in results:
-        cell.constant = is_constant
-    name = equation.primitive.name
-    moves = name in _MOVES and (name != "reshape" or equation.params["dimensions"] is None)
-    if moves or (name == "broadcast_in_dim" and _size(cells[0]) == _size(results[0])):  # or a dimension of length 1
-        results[0].same = cells[0].same
-    elif name in _ALIKE and len(cells) == 1:
-        results[0].same = (cells[0].same, _shape(cells[0]), name, repr(equation.params))
-
-
-def _shape(cell: Cell) -> Any:
-    return getattr(cell.array, "shape", ())
-
-
-def _size(cell: Cell) -> Any:
-    return getattr(cell.array, "size", 1)
-
 
 IN_FLOAT32 = "autocast to float32"
 """The reason if the user's own autocast to float32 contains an operation."""
@@ -65,29 +41,33 @@ class Decided(NamedTuple):
 
 
 def decide_equation(
-    decider: Decider, compute: np.dtype[Any], equation: Any, cells: Sequence[Cell], path: str
+    decider: Decider, compute: np.dtype[Any], equation: Any, cells: Sequence[Cell], values: Values, path: str
 ) -> Decided:
     """Decide one operation, and record the findings to report."""
-    native = canonical(equation.primitive.name, equation.params)
-    is_pair = len(cells) == 2
-    of_itself = is_pair and cells[0].same == cells[1].same and _shape(cells[0]) == _shape(cells[1])
-    over = is_pair and cells[0].constant and not cells[1].constant
-    name = specific(native, of_itself=of_itself, over=over)
+    name = values.operation(equation)
     decision = decider.decide(name, path)
     entry = CANONICAL.get(name)
     if unstable.ISLAND in path and entry is not None and entry.op_class != "keep":
         decision = _ISLAND
-    outcome = _outcome(decider, equation, name, decision, [cell.value for cell in cells if cell.inexact])
+    inputs = [cell.value for cell in cells if cell.inexact]
+    if decision.op_class == "lower":  # what full work made of constants alone is a constant
+        inputs = [value._replace(state="weak") if value.role == "weights" else value for value in inputs]
+    held = values.asked_of(equation.outvars[0]) if equation.outvars else ""
+    is_constant = bool(equation.outvars and inputs) and values.is_constant(equation.outvars[0])
+    is_backward = bool(held or is_constant) and "transpose" in unstable.transformations(equation)
+    outcome = _outcome(decider, equation, name, decision, inputs, "" if is_backward else held)
+    if is_constant and not is_backward:
+        outcome = _of_constants(outcome, decision, cells)
     lowers = outcome.format == decider.compute
     is_wide = not lowers or (decision.op_class == "inner" and name not in _IN_16_BITS)
     _note(decider, equation, name, outcome, cells)
     return Decided(name, decision, outcome, is_wide, compute if lowers or outcome.rounds else FLOAT32)
 
 
-def _outcome(decider: Decider, equation: Any, name: str, decision: Decision, inputs: list[Value]) -> Flow:
+def _outcome(decider: Decider, equation: Any, name: str, decision: Decision, inputs: list[Value], held: str) -> Flow:
     if not inputs:
         return Flow(AS_WRITTEN, WEAK, NO_FLOATS)
-    outcome = decider.flow(name, decision, inputs)
+    outcome = decider.flow(name, decision, inputs, held=held)
     if equation.primitive.name == "reduce_window_sum" and outcome.output.state == "low":
         output = outcome.output._replace(role="normalized")  # the average of a window, once it is divided
         return outcome._replace(format="float32", output=output)
@@ -99,6 +79,18 @@ def _outcome(decider: Decider, equation: Any, name: str, decision: Decision, inp
     if "update_jaxpr" in equation.params:
         return Flow("float32", WEAK, "its computation was traced in float32")
     return outcome
+
+
+def _of_constants(outcome: Flow, decision: Decision, cells: Sequence[Cell]) -> Flow:
+    """Give the result of constants alone the role of weights: its numbers are not known, unless it moves known ones."""
+    roles = [cell.value.role for cell in cells]
+    if decision.op_class == "lower":
+        return Flow("float32", Value(role="weights"), "as declared") if set(roles) == {"weights"} else outcome
+    array = cells[0].array
+    is_zero = isinstance(array, np.ndarray) and not array.any()  # as of a tangent that JAX fills in
+    is_moved = decision.op_class == "neutral" and (array.ndim > 0 or is_zero)
+    role = outcome.output.role or (roles[0] if is_moved else "weights")
+    return outcome._replace(output=outcome.output._replace(role=role))
 
 
 def _asked(params: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import jax
@@ -19,16 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.casting import dtype_of
+from polyamp.backends.jax.casting import dtype_of, is_traced
 from polyamp.backends.jax.graphs import binding
 from polyamp.backends.jax.graphs.binding import bind_low, bind_wide
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, declared_value
-from polyamp.backends.jax.graphs.decisions import Decided, PlanBuilder, decide_equation, note_same
+from polyamp.backends.jax.graphs.decisions import Decided, PlanBuilder, decide_equation
+from polyamp.backends.jax.graphs.values import Values
 from polyamp.backends.jax.operations import canonical
 from polyamp.errors import UnsupportedError
 from polyamp.flow import AS_WRITTEN, INPUT, WEAK, Value, decide
 from polyamp.plan import Decider
 from polyamp.policies import Policy
+from polyamp.readers import DIVIDES
 
 
 class Repeats:
@@ -78,6 +81,8 @@ class Interpreter:
         self.compute = dtype_of(policy.compute)
         self.decider = Decider(policy)
         self.repeats = Repeats()
+        self.values: Values  # those of the program that runs
+        self._made: dict[int, Cell] = {}  # by its number the first of equal results
         self.is_looped = False
         self.plan = plan
         self.parameters = parameters
@@ -86,7 +91,7 @@ class Interpreter:
     def apart(self) -> Interpreter:
         """Return an interpreter for the same policy that keeps its own record."""
         other = Interpreter(self.policy, parameters=self.parameters)
-        other.repeats, other.is_looped = self.repeats, self.is_looped
+        other.repeats, other.values, other.is_looped = self.repeats, self.values, self.is_looped
         return other
 
     @contextmanager
@@ -105,6 +110,7 @@ class Interpreter:
     def run(self, closed: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
         """Return the outputs of a jaxpr that runs in the scopes ``path``."""
         jaxpr, constants = unstable.opened(closed)
+        before, self._made = self._made, {}
         known = dict(zip(jaxpr.constvars, map(self._constant, jaxpr.constvars, constants), strict=True))
         known.update(zip(jaxpr.invars, cells, strict=True))
 
@@ -116,12 +122,15 @@ class Interpreter:
             with unstable.place_of(equation), unstable.settings_of(equation):
                 results = self._equation(equation, cells, path)
             known.update(zip(equation.outvars, results, strict=True))
+        self._made = before
         return list(map(read, jaxpr.outvars))
 
     def call(self, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
         """Trace a function that returns a list of arrays, at the declared types, and run it."""
         specs = [jax.ShapeDtypeStruct(np.shape(cell.array), cell.declared) for cell in cells]  # type: ignore[no-untyped-call]
-        return self.run(jax.make_jaxpr(function)(*specs), cells, path)
+        closed, own = jax.make_jaxpr(function)(*specs), copy(self)
+        own.values = Values(closed, self.repeats.is_repeated)
+        return own.run(closed, cells, path)
 
     def _equation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
         own = unstable.scopes(equation) if self._needs_paths else ""
@@ -133,7 +142,7 @@ class Interpreter:
     def _operation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
         if self._needs_paths:  # JAX has softmax, gelu and the like only as functions
             path = "/".join(filter(None, (path, unstable.library_function(equation))))
-        decided = decide_equation(self.decider, self.compute, equation, cells, path)
+        decided = decide_equation(self.decider, self.compute, equation, cells, self.values, path)
         if self.plan is not None:
             self.plan.add(equation, path, decided, cells)
         if decided.outcome.format == AS_WRITTEN:
@@ -142,8 +151,16 @@ class Interpreter:
         else:
             results = _results(equation, self._bind(equation, decided, cells), decided.outcome.output, decided.dtype)
             binding.note_equation(equation, cells, results, decided.outcome.anew)
-        note_same(equation, cells, results)
+        if len(results) == 1:
+            self._share_casts(equation, results[0])
         return results
+
+    def _share_casts(self, equation: Any, result: Cell) -> None:
+        """Make each cast of equal values once, so that their gradients add up before they are rounded."""
+        number, *inputs = map(self.values.number, (*equation.outvars, *equation.invars))
+        first = self._made.setdefault(number, result)
+        if first.dtype == result.dtype and number not in inputs:
+            result.casts = first.casts
 
     def _bind(self, equation: Any, decided: Decided, cells: Sequence[Cell]) -> list[Any]:
         """Return the results of an equation in the formats that were decided."""
@@ -160,8 +177,8 @@ class Interpreter:
         if isinstance(array, jax.core.Tracer):
             return Cell.of(array, declared, WEAK if id(array) in self.parameters else INPUT)
         if declared != FLOAT32:
-            return Cell.of(array, declared, constant=True)
-        return Cell.of(array, declared, self.decider.table(array), constant=True)
+            return Cell.of(array, declared)
+        return Cell.of(array, declared, self.decider.table(array, divides=self.values.asked_of(variable) == DIVIDES))
 
 
 @contextmanager
@@ -204,7 +221,7 @@ def _convert(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> l
     target = np.dtype(equation.params["new_dtype"])
     if target == FLOAT32 and jnp.issubdtype(cell.declared, np.integer):
         (array,) = unstable.bound(equation, [cell.array])
-        return [Cell.of(array, FLOAT32, WEAK if cell.constant else INPUT, cell.constant)]
+        return [Cell.of(array, FLOAT32, INPUT if is_traced(cell.array) else WEAK)]
     if cell.declared != FLOAT32:
         return None
     if target == FLOAT32:

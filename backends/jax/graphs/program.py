@@ -15,6 +15,7 @@ from polyamp.backends.jax.graphs import binding, control_flow, derivatives
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, is_inexact
 from polyamp.backends.jax.graphs.interpreter import HANDLERS, Interpreter
 from polyamp.backends.jax.graphs.refusals import refusals
+from polyamp.backends.jax.graphs.values import Values
 from polyamp.backends.jax.modules import arrays_of_modules
 from polyamp.flow import INPUT, WEAK
 
@@ -50,6 +51,7 @@ class Program:
         jaxpr, _ = unstable.opened(self.closed)
         if interpreter.plan is None:
             interpreter.repeats.count(self.closed)
+        interpreter.values = Values(self.closed, interpreter.repeats.is_repeated, self._are_parameters)
         interpreter.parameters |= self.parameters
         given = zip(arrays, jaxpr.invars, self._are_parameters, strict=True)
         cells = [Cell.of(array, unstable.dtype_in(var), WEAK if own else INPUT) for array, var, own in given]

@@ -117,23 +117,28 @@ def test_integers_become_inputs_and_booleans_do_not(policy: str) -> None:
     assert formats(mixed, W, X, jnp.arange(8) > 3, of=("add",)) == {low(policy)}
 
 
-# What moves a value on its way to its own product, in one layout on both sides.
+_ahead = jax.jit(lambda z: jnp.tanh(z - 1.0))
+
 SQUARES: dict[str, Callable[[Any], Any]] = {
     "itself": lambda h: h * h,
     "its absolute value": lambda h: jnp.abs(h) * jnp.abs(h),
-    "its negative": lambda h: -h * -h,
-    "reshaped": lambda h: h.reshape(-1) * h.reshape(-1),
+    "its negative": lambda h: -h * h,
+    "computed twice": lambda h: (h - 1.0) * (h - 1.0),
+    "relu": lambda h: jax.nn.relu(h) * jax.nn.relu(h),
+    "reshaped": lambda h: h.reshape(-1) * h.reshape(h.size),
     "reshaped twice": lambda h: (h.reshape(-1).reshape(h.shape) * h).reshape(-1),
-    "squeezed": lambda h: jnp.squeeze(h[None], 0) * h,
     "transposed": lambda h: h.T * h.T,
     "real": lambda h: jnp.real(h * jnp.conj(h)),
     "into a jitted function": lambda h: jax.jit(lambda a, b: a * b)(h, h),
+    "out of one": lambda h: _ahead(h) * _ahead(h),
+    "in a checkpoint": lambda h: jax.checkpoint(lambda a: a * a)(h),
     "broadcast": lambda h: jnp.broadcast_to(h[:1], (3, 8)) * jnp.broadcast_to(h[:1], (3, 8)),
     "stopped": lambda h: h * jax.lax.stop_gradient(h),
 }
 OTHERS: dict[str, Callable[[Any], Any]] = {
     "its transpose": lambda h: h[:4, :4] * h[:4, :4].T,
     "another": lambda h: h * (h + 1.0),
+    "another out of a jitted function": lambda h: _ahead(h) * _ahead(h + 1.0),
 }
 
 

@@ -1,0 +1,179 @@
+"""What is known of a program's values before it runs: which are equal, which are constants, and who reads them.
+
+For example, in ``(x @ w) * (x @ w)`` the two products have equal numbers, so the flow rule sees a square. In
+``(a * b).sum()`` only a sum reads the product, so it is computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from polyamp.backends.jax import unstable
+from polyamp.backends.jax.graphs.cells import FLOAT32, is_inexact
+from polyamp.backends.jax.operations import canonical
+from polyamp.numbering import Numbering
+from polyamp.operations import OPERATIONS
+from polyamp.readers import AFFINE, Read, look
+
+_CALLS = frozenset({"jit", "closed_call", "remat2", "remat_opt", "custom_jvp_call", "custom_vjp_call"})
+_LITERAL = "a literal"
+
+
+class Values:
+    """The facts about the values of a program, and of the programs in it.
+
+    A function that is called once is a part of the program. One that is called more often is looked at for any
+    arguments, and for any use of its results; so is the body of a loop.
+    """
+
+    def __init__(self, closed: Any, is_repeated: Callable[[Any], bool], states: Sequence[bool] = ()) -> None:
+        # ``states`` are flags for arguments that the program may return with other numbers
+        self.numbering = Numbering()
+        self._numbers: dict[Any, int] = {}
+        self._literals: dict[Hashable, int] = {}
+        self._reads: list[Read] = []
+        self._results: list[Any] = []  # what becomes of them is not known
+        self._is_repeated = is_repeated
+        self._times = Counter[int]()
+        self._count(closed)
+        self._apart: dict[int, Any] = {}  # the programs to look at for any arguments
+        self._add(closed)
+        done = set[int]()
+        while new := self._apart.keys() - done:
+            done |= new
+            for key in new:
+                self._add(self._apart[key])
+        atoms = {value for read in self._reads for value in read.inputs if value is not _LITERAL}
+        constants = {_LITERAL, *filter(self.is_constant, atoms)}
+        written = _written(closed, states, self._reads)
+        self._asked = look(self._reads, results=self._results, constants=constants, written=written)
+
+    def operation(self, equation: Any) -> str:
+        """Return the canonical name of an operation: a ``mul`` of equal values is a ``square``."""
+        name, inputs = canonical(equation.primitive.name, equation.params), equation.invars
+        return self.numbering.specific(name, *map(self.number, inputs)) if len(inputs) == 2 else name
+
+    def number(self, atom: Any) -> int:
+        """Return the number of a value."""
+        if unstable.is_variable(atom):
+            return self._numbers[atom]
+        key = (atom.aval.dtype, np.asarray(atom.val).tobytes())  # a scalar
+        if key not in self._literals:
+            self._literals[key] = self.numbering.new(_shape(atom), is_constant=True)
+        return self._literals[key]
+
+    def is_constant(self, atom: Any) -> bool:
+        """Return whether a value is a constant, or made of constants alone."""
+        return self.numbering.is_constant(self.number(atom))
+
+    def asked_of(self, atom: Any) -> str:
+        """Return what the readers of a value ask of it; see `polyamp.readers.look`."""
+        return self._asked.get(atom, "") if unstable.is_variable(atom) else ""
+
+    def _count(self, closed: Any) -> None:
+        for equation in unstable.opened(closed)[0].eqns:
+            for part in unstable.inner_programs(equation):
+                self._times[id(part)] += 1
+                if self._times[id(part)] == 1:
+                    self._count(part)
+
+    def _add(self, closed: Any) -> None:
+        """Look at a program for any arguments."""
+        jaxpr, _ = unstable.opened(closed)
+        self._results += filter(unstable.is_variable, jaxpr.outvars)
+        self._numbers.update({variable: self.numbering.new(_shape(variable)) for variable in jaxpr.invars})
+        self._walk(closed)
+
+    def _walk(self, closed: Any) -> None:
+        jaxpr, constants = unstable.opened(closed)
+        for variable, array in zip(jaxpr.constvars, constants, strict=False):
+            is_constant = not isinstance(array, jax.core.Tracer)
+            self._numbers[variable] = self.numbering.new(_shape(variable), is_constant=is_constant)
+        for equation in jaxpr.eqns:
+            inputs, parts = list(map(self.number, equation.invars)), unstable.inner_programs(equation)
+            results = self._programs(equation, inputs, parts) if parts else self._operation(equation, inputs)
+            self._numbers.update(zip(equation.outvars, results, strict=True))
+
+    def _programs(self, equation: Any, inputs: list[int], parts: Sequence[Any]) -> list[int]:
+        """Look at the programs that an equation holds; return the numbers of its results."""
+        name, inner = equation.primitive.name, unstable.opened(parts[0])[0]
+        new = [self.numbering.new(_shape(variable)) for variable in equation.outvars]
+        is_call = name in _CALLS and len(inner.invars) == len(inputs)
+        if is_call:
+            self._pass_on(equation.invars, inner.invars)
+        else:
+            self._read("", "keep", equation.invars, equation.outvars)
+        if is_call and self._times[id(parts[0])] == 1 and not self._is_repeated(parts[0]):
+            self._numbers.update(zip(inner.invars, inputs, strict=True))
+            self._walk(parts[0])
+            self._pass_on(inner.outvars, equation.outvars)
+            numbers = list(map(self.number, inner.outvars))
+            if name.startswith("custom_"):
+                return [self.numbering.of("custom derivative", [number], id(equation)) for number in numbers]
+            return numbers if len(numbers) == len(new) else new
+        self._apart.update({id(part): part for part in parts})
+        if name != "jit" or equation.effects:
+            return new
+        keys = ((id(parts[0]), place) for place in range(len(equation.outvars)))
+        return [self.numbering.of("jit", inputs, key) for key in keys]
+
+    def _operation(self, equation: Any, inputs: list[int]) -> list[int]:
+        """Read the inputs of an equation that holds no program; return the numbers of its results."""
+        operation, name = self.operation(equation), equation.primitive.name
+        entry, shapes = OPERATIONS.get(operation), list(map(_shape, equation.outvars))
+        self._read(operation, "keep" if entry is None else entry.op_class, equation.invars, equation.outvars)
+        if equation.effects or operation == "random" or not inputs:
+            return [self.numbering.new(shape, is_constant=name == "iota") for shape in shapes]
+        is_cast = name == "convert_element_type"
+        if name in ("copy", "name") or (is_cast and equation.params["new_dtype"] == equation.invars[0].aval.dtype):
+            return inputs
+        if _is_reshape(equation):
+            return [self.numbering.of("reshape", inputs, shape=shapes[0])]
+        attributes = tuple(sorted(equation.params.items()))
+        try:
+            return [self.numbering.of(name, inputs, (place, attributes), shape) for place, shape in enumerate(shapes)]
+        except TypeError:  # an attribute that cannot be compared
+            return [self.numbering.new(shape) for shape in shapes]
+
+    def _read(self, operation: str, op_class: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        values = [atom if unstable.is_variable(atom) else _LITERAL for atom in _floating(inputs)]
+        self._reads.append(Read(operation, op_class, values, _floating(outputs)))
+
+    def _pass_on(self, atoms: Sequence[Any], to: Sequence[Any]) -> None:
+        for atom, variable in zip(atoms, to, strict=False):
+            self._read("identity", "neutral", [atom], [variable])
+
+
+def _shape(atom: Any) -> Any:
+    return getattr(atom.aval, "shape", None)
+
+
+def _is_reshape(equation: Any) -> bool:
+    """Return whether an equation returns the same elements in the same order."""
+    name = equation.primitive.name
+    if name == "broadcast_in_dim":  # to the same size: dimensions of length 1 are added
+        return len(equation.invars) == 1 and equation.invars[0].aval.size == equation.outvars[0].aval.size
+    return name == "squeeze" or (name == "reshape" and equation.params["dimensions"] is None)
+
+
+def _floating(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if is_inexact(unstable.dtype_in(atom))]
+
+
+def _written(closed: Any, states: Sequence[bool], reads: Sequence[Read]) -> dict[Any, Any]:
+    """Return the results that are affine functions of a state, by this state; both have one shape."""
+    jaxpr, _ = unstable.opened(closed)
+    returned = [atom for atom in jaxpr.outvars if unstable.dtype_in(atom) == FLOAT32 and unstable.is_variable(atom)]
+    shapes = set(map(_shape, returned))
+    arguments = zip(jaxpr.invars, states, strict=False)
+    made = {one: {one} for one, is_state in arguments if is_state and _shape(one) in shapes and _floating([one])}
+    for read in reads if made else ():
+        for output in read.outputs if read.operation in AFFINE else ():
+            of = {state for value in read.inputs for state in made.get(value, ()) if _shape(state) == _shape(output)}
+            made |= {output: of} if of else {}
+    return {state: atom for atom in returned for state in made.get(atom, ())}

@@ -57,15 +57,15 @@ def look(
 
 
 def _divisors(reads: Sequence[Read], constants: Collection[Hashable]) -> set[Hashable]:
-    """Return the constants that something is divided by, or whose logarithm is taken."""
+    """Return the constants by which, or by elements of which, something is divided, or whose logarithm is taken."""
     found: set[Hashable] = set()
     for read in reversed(reads):
         is_moved = read.operation in _MOVES and not found.isdisjoint(read.outputs)
         if is_moved or read.operation in _LOGARITHMS:
-            found.update(value for value in read.inputs if value in constants)
-        elif read.operation == "div" and len(read.inputs) == 2 and read.inputs[1] in constants:
+            found.update(read.inputs)
+        elif read.operation == "div" and len(read.inputs) == 2:
             found.add(read.inputs[1])
-    return found
+    return found.intersection(constants)
 
 
 def _read_in_full(reads: Sequence[Read], results: Collection[Hashable]) -> list[Hashable]:

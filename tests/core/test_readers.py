@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyamp.flow import Flow, Value, decide, flow, parse_rules, table
+from polyamp.flow import Flow, Value, decide, flow, parameter, parse_rules, table
 from polyamp.numbering import Numbering
 from polyamp.readers import ACCUMULATES, DIVIDES, READ_IN_FULL, Read, look
 
@@ -76,6 +76,8 @@ def test_what_is_between_a_state_and_what_is_written_to_it_accumulates(program: 
 def test_a_constant_is_a_divisor_also_behind_a_move() -> None:
     found = look(reads("t = reshape k", "q = div y t", "p = mul y k"), results=["q"], constants=["k", "t"], written={})
     assert found == {"k": DIVIDES, "t": DIVIDES}
+    found = look(reads("t = gather k", "q = div y t"), results=["q"], constants=["k"], written={})
+    assert found == {"k": DIVIDES}  # also if what is gathered depends on data
     decays = 10.0 ** -np.arange(8.0)
     assert table(decays, "float16").unfit == ""
     assert table(decays, "float16", divides=True).unfit == "constant 1e-07 is lost in float16"
@@ -106,6 +108,15 @@ def test_full_work_reads_averages_unrounded(name: str, weights: tuple[Value, ...
     assert by_table("matmul", average.output, WEAK).anew == ()
     assert by_table(name, STRONG, *weights).format == "float32"
     assert by_table("matmul", LOW, STRONG._replace(role="weights")).format == "float16"
+
+
+def test_a_product_of_weights_alone_stays_as_declared() -> None:
+    assert by_table("matmul", WEIGHTS, WEIGHTS)[:2] == ("float32", WEAK)
+
+
+def test_of_a_parameter_only_its_range_counts() -> None:
+    assert parameter(7e4, "float16").unfit == "constant 7e+04 is beyond float16"
+    assert parameter(7e4, "bfloat16") == parameter(1e-9, "float16") == parameter(np.inf, "float16") == WEAK
 
 
 NAMES = st.sampled_from(["neg", "abs", "relu", "exp", "stop_gradient"])

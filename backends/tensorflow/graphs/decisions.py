@@ -6,7 +6,7 @@ inputs in 16 bits and its output is low. Then `tf.exp`, whose class is ``full``,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
@@ -28,6 +28,7 @@ from polyamp.backends.tensorflow.graphs.values import (
     CREATING,
     HANDLED,
     KNOWN_CARRIED,
+    READS,
     VARIANT,
     Known,
     Lists,
@@ -58,6 +59,7 @@ from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as CLASSES
 from polyamp.plan import Decider
 from polyamp.policies import Policy
+from polyamp.readers import DIVIDES, Read, look
 
 if TYPE_CHECKING:
     from polyamp.backends.tensorflow.graphs.functions import Functions
@@ -122,9 +124,13 @@ class Pass:
         self.scopes = Scopes(graph, path, traced, lambda: (body.scopes for body in functions.bodies))
         self.parts = parts_of(graph, functions.library)
         self._numbering, self._numbers = numbered(graph, self.known, lambda value: places.shape(graph, value))
-        arguments_by_number = ((self._numbers[name], known.dtype, name) for name, known in self.known.items())
         # the first value with a number and a type
-        self._equal = {(number, dtype): name for number, dtype, name in arguments_by_number}
+        self._equal = {(self._numbers[name], known.dtype): name for name, known in self.known.items()}
+        constants = {value for value, number in self._numbers.items() if self._numbering.is_constant(number)}
+        self._looked = look([*self._reads()], results=graph.returns, constants=constants, written={})
+        for name, known in self.known.items():
+            if self.is_divisor(name) and known.as_divisor is not None:
+                self.known[name] = known._replace(value=known.as_divisor)
         self._unrounded: set[str] = set()  # the values that some node takes computed anew
         self.nodes: list[Decided] = []
         for node in graph.nodes:
@@ -132,6 +138,10 @@ class Pass:
             self.nodes.append(decided)
             self._remember(node, decided)
         self._note_items()
+
+    def is_divisor(self, value: str) -> bool:
+        """Return whether something is divided by a constant."""
+        return self._looked.get(value) == DIVIDES
 
     def inputs_of(self, node: Node) -> list[Known]:
         """Return the facts about a node's inputs; the edge that closes a loop is float32 by need."""
@@ -186,7 +196,9 @@ class Pass:
         if operation == "tensor_list":
             return self.as_written(node, "holds float32", Value("strong", operation), decision)
         if not inputs:
-            data = INPUT if reads_data(node) and node.op != "ReadVariableOp" else WEAK
+            data = INPUT if reads_data(node) else WEAK
+            if node.op in READS:
+                data = self.inputs_of(node)[0].value  # what is known of the variable
             return self.as_written(node, NO_FLOATS, data, decision)
         if any(port.dtype > 100 for port in node.input_ports):
             return self.as_written(node, "reads a variable by reference", decision=decision)
@@ -196,6 +208,21 @@ class Pass:
         if low := lowerable(node, self.rules.low):
             return self.decided(node, operation, decision, outcome, low)
         return self._without_kernel(node, operation, decision, outcome)
+
+    def _reads(self) -> Iterator[Read]:
+        """Yield the operations of the forward pass that read floating values."""
+        for node in self.graph.nodes:
+            inputs = [value for value, dtype in node.typed_inputs if dtype % 100 in FLOATING]
+            if not inputs or node.name in self.parts.update or node.name in self.parts.backward:
+                continue
+            operation = self._specific(node)
+            op_class = self.class_of(node, operation).op_class
+            if operation in ("tensor_list", "loop_edge"):
+                op_class = "keep"  # what becomes of the values is not known here
+            made = zip(node.outputs, node.output_ports, strict=True)
+            outputs = [value for value, port in made if port.dtype in FLOATING]
+            if operation != "shape":
+                yield Read(operation, op_class, inputs, outputs)
 
     def _decide(self, node: Node) -> Decided:
         if not (is_list(node) or node.op == "IdentityN" or self.functions.calls(node)):
@@ -211,12 +238,23 @@ class Pass:
     def _remember(self, node: Node, decided: Decided) -> None:
         for value, known in zip(node.outputs, decided.results, strict=True):
             number = self._numbers[value]
-            self.known[value] = known._replace(is_constant=self._numbering.is_constant(number))
+            is_constant = self._numbering.is_constant(number)
+            if is_constant and known.dtype == FLOAT32 and not known.value.unfit:
+                known = known._replace(value=self._value_of_constant(decided, known.value))
+            self.known[value] = known._replace(is_constant=is_constant)
             self._equal.setdefault((number, known.dtype), value)
         if decided.anew:
             for value, dtype in zip(node.inputs, decided.input_types, strict=True):
                 if dtype == FLOAT32 and value in self.known:
                     self._note_unrounded(value, decided.anew)
+
+    def _value_of_constant(self, decided: Decided, value: Value) -> Value:
+        """Return the state of a constant. One that is computed counts as weights, since its numbers are not known."""
+        if decided.decision.op_class == "keep" or decided.node.op in ("Const", "IdentityN"):
+            return value
+        if decided.decision.op_class == "neutral" and decided.operation != "fill":
+            return self.inputs_of(decided.node)[0].value
+        return value._replace(role="weights")
 
     def _note_unrounded(self, value: str, roles: Sequence[str]) -> None:
         maker = self.computed_anew(value, roles)
@@ -271,7 +309,8 @@ class Pass:
         if is_product:  # ``y * (1 - y) * grad``, and nothing bounds the gradient
             outcome = self.rules.decider.flow("mul", Decision("follow", TABLE), inputs, gradient=True)
         else:
-            outcome = self.rules.decider.flow(operation, decision, inputs, gradient=is_backward)
+            held = next((self._looked[one] for one in node.outputs if one in self._looked), "")
+            outcome = self.rules.decider.flow(operation, decision, inputs, gradient=is_backward, held=held)
         if is_product and outcome.output.state == "low" and node.inputs[0] in self._unrounded:
             return Flow("float32", outcome.output, "like its forward operation", ("saturated",))
         if is_backward and outcome.format == "float32" and outcome.output.state == "strong":
@@ -303,7 +342,8 @@ def _constant(decisions: Pass, node: Node) -> Decided:
     tensor = node.definition.attr["value"].tensor
     value = WEAK
     if tensor.dtype == FLOAT32:
-        value = decisions.rules.decider.table(tf.make_ndarray(tensor))
+        divides = decisions.is_divisor(node.outputs[0])
+        value = decisions.rules.decider.table(tf.make_ndarray(tensor), divides=divides)
     return decisions.as_written(node, TABLE, value)
 
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.graphs.capture import POLICY_ATTRIBUTE, check_graph, rewritten_before
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside, Pass, Rules
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, Places, device_of
-from polyamp.backends.tensorflow.graphs.values import VARIANT, Known, value_of_capture, value_of_type
+from polyamp.backends.tensorflow.graphs.values import VARIANT, Known, capture, value_of_type
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import FunctionLibrary, graph_of
 from polyamp.flow import AS_WRITTEN, CARRIED, TABLE, Decision, Flow, Value
@@ -276,7 +276,7 @@ def decided_for(concrete: Any, policy: Policy, *, fuses: bool = True) -> Pass:
     """Return the decisions for a ``ConcreteFunction`` under a policy."""
     rules, library = Rules(policy, fuses=fuses), FunctionLibrary()
     graph = Graph.of_function(concrete.function_def, library)
-    arguments, traced = _arguments(graph, concrete.captured_inputs, rules), concrete.graph
+    arguments, traced = _arguments(graph, concrete, rules), concrete.graph
     return _settled(rules, lambda: Pass(graph, rules, Functions(library, rules, traced), arguments, traced=traced))
 
 
@@ -320,10 +320,11 @@ def _settled(rules: Rules, decide: Callable[[], Pass]) -> Pass:
     return decisions
 
 
-def _arguments(graph: Graph, captures: Sequence[Any], rules: Rules) -> list[Known]:
+def _arguments(graph: Graph, concrete: Any, rules: Rules) -> list[Known]:
     """Return the facts about a program's arguments; the last of them are captured values."""
-    types = [dtype for _, dtype in graph.arguments]
+    types, captures = [dtype for _, dtype in graph.arguments], concrete.captured_inputs
+    variables = {id(variable.handle): variable for variable in concrete.variables}
     own = len(types) - len(captures)
     known = [Known(dtype, value_of_type(dtype)) for dtype in types[:own]]
     pairs = zip(types[own:], captures, strict=True)
-    return [*known, *(Known(dtype, *value_of_capture(tensor, rules.decider)) for dtype, tensor in pairs)]
+    return [*known, *(capture(dtype, one, variables.get(id(one)), rules.decider) for dtype, one in pairs)]

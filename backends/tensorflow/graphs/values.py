@@ -157,6 +157,7 @@ class Known(NamedTuple):
     value: Value = WEAK  # its state for the flow rule
     is_constant: bool = False  # whether it is the same in every call
     held: str = ""  # for a list of tensors, its name in `Lists`
+    as_divisor: Value | None = None  # the state of a captured constant if something is divided by it
 
 
 KNOWN_CARRIED = Known(FLOAT32, CARRIED)
@@ -204,23 +205,32 @@ def value_of_cast(node: Node, known: Value, maker: Node | None, decider: Decider
     return INPUT if known.state == "input" else WEAK
 
 
-def value_of_capture(tensor: Any, decider: Decider) -> tuple[Value, bool]:
-    """Return the state of a value that a function captured, and whether it is the same in every call."""
-    dtype = getattr(tensor, "dtype", None)
-    if dtype is None or dtype in (tf.resource, tf.variant):
-        return WEAK, False
+def capture(dtype: int, tensor: Any, variable: Any, decider: Decider) -> Known:
+    """Return the facts about a value that a function captured: a tensor, or the handle of a variable."""
+    if variable is not None:
+        return Known(dtype, _value_of_variable(variable, decider))
+    if getattr(tensor, "dtype", tf.variant) in (tf.resource, tf.variant):
+        return Known(dtype)
     if not hasattr(tensor, "numpy"):
-        return value_of_type(dtype.as_datatype_enum), False
-    if dtype == tf.float32:
-        return decider.table(tensor.numpy()), True
-    return Value("other", dtype.name) if dtype.as_datatype_enum in FLOATING else WEAK, True
+        return Known(dtype, value_of_type(dtype))
+    if dtype != FLOAT32:
+        return Known(dtype, value_of_type(dtype) if dtype in FLOATING else WEAK, is_constant=True)
+    array = tensor.numpy()
+    return Known(dtype, decider.table(array), is_constant=True, as_divisor=decider.table(array, divides=True))
+
+
+def _value_of_variable(variable: Any, decider: Decider) -> Value:
+    with tf.init_scope():
+        if not tf.executing_eagerly() or variable.dtype != tf.float32 or not variable.is_initialized():
+            return WEAK
+        return decider.parameter(max(float(tf.reduce_max(variable)), -float(tf.reduce_min(variable))))
 
 
 _MOVED = ("DeepCopy", "Identity", "Snapshot")
 _CHECKED = ("CheckNumerics", "EnsureShape", "PreventGradient", "StopGradient")
 """Operations that return what they take, and do more than this, so a cast of their input cannot stand for theirs."""
 
-_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 """Operations that return the same until the variable is written. A read after a write waits for it."""
 
 
@@ -244,15 +254,15 @@ def _number(numbering: Numbering, node: Node, place: int, inputs: Sequence[int],
     if node.op == "IdentityN":
         return numbering.of("identity", [inputs[place]])
     is_same = node.is_pure and node.op != "Merge" and not reads_data(node)
-    if not is_same and node.op not in (*_READS, *_CHECKED):
+    if not is_same and node.op not in (*READS, *_CHECKED):
         return numbering.new(shape)
     attributes = (node.op, place, node.definition.device, *sorted(node.controls), *_attributes(node))
-    if node.op in ("OnesLike", "ZerosLike"):
+    name = OPERATIONS.get(node.op, node.op)
+    if name == "shape" or node.op in ("OnesLike", "ZerosLike"):  # data do not change it
         return numbering.of("constant", [], (attributes, *inputs), shape)
     if node.op in (*_CHECKED, *_MOVED):
         is_moved = node.op in _MOVED and not node.controls
         return numbering.of("identity" if is_moved else "stop_gradient", inputs, attributes, shape)
-    name = OPERATIONS.get(node.op, node.op)
     if name == "reshape" and shape is not None:
         inputs = inputs[:1]
     return numbering.of(name, inputs, attributes, shape)

@@ -33,7 +33,7 @@ def gradients_in(grads: Any, where: str) -> list[Any]:
     found = list(grads) if is_list else [grads]
     wrong = [one for one in found if one is not None and "float" not in str(getattr(one, "dtype", ""))]
     if wrong or not is_list:
-        raise _no_gradients(*wrong[:1] or [grads], where)
+        raise _no_gradients(wrong[0] if wrong else grads, where)
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from polyamp.backends.jax import gradients, unstable
 from polyamp.backends.jax.casting import is_low, trainable
@@ -18,7 +19,7 @@ from polyamp.backends.jax.scaling import Scaling, scaling_of
 from polyamp.backends.jax.state import holds_state, is_of_optax, is_state, states_in
 from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import UsageError
-from polyamp.flow import decide
+from polyamp.flow import decide, parameter
 from polyamp.policies import Policy
 
 _CALLED = {"astype": "astype", "array": "jnp.asarray", "convert_element_type": "lax.convert_element_type"}
@@ -40,6 +41,7 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         tuple(_products(equations, policy)),
         tuple(_losses(equations)),
         **scaling._asdict(),
+        beyond=tuple(_beyond(args[0] if args else (), policy)),
     )
 
 
@@ -128,6 +130,15 @@ def _low_parameters(params: Any) -> Iterator[str]:
     """Yield the names of the 16-bit arrays that do not belong to an optimizer's state."""
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=lambda node: is_state(node) or is_of_optax(node)):
         if is_low(leaf):
+            yield gradients.name_of(path)
+
+
+def _beyond(params: Any, policy: Policy) -> Iterator[str]:
+    """Yield the names of the float32 arrays with numbers that the compute format cannot hold."""
+    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=lambda node: is_state(node) or is_of_optax(node)):
+        is_known = isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, jax.core.Tracer)
+        largest = float(abs(leaf).max()) if is_known and leaf.size and leaf.dtype == np.float32 else 0.0
+        if parameter(largest, policy.compute).unfit:
             yield gradients.name_of(path)
 
 

@@ -82,6 +82,7 @@ class Facts:
     clipped: tuple[str, ...] = ()  # places where gradients are clipped while they are scaled
     divided: tuple[str, ...] = ()  # places where gradients are unscaled by hand before an update that unscales them
     mixed: tuple[str, ...] = ()  # places of updates that divide by another loss scale than that of the gradients
+    beyond: tuple[str, ...] = ()  # names of float32 parameters that the compute format cannot hold, where no pass knows
 
 
 class Finding(NamedTuple):
@@ -266,6 +267,11 @@ def _no_masters(facts: Facts) -> Iterator[Fault]:
         yield _at(facts.low_parameters, parameters=plural(len(facts.low_parameters), "parameter"), known=known)
 
 
+def _beyond(facts: Facts) -> Iterator[Fault]:
+    if facts.beyond:
+        yield _at(facts.beyond, compute=facts.policy.compute)
+
+
 def _casts(facts: Facts, *, is_foreign: bool) -> Iterator[Fault]:
     """Group equal casts. A foreign one is to a 16-bit format that is not the policy's."""
     places: dict[tuple[str, str], list[str]] = {}
@@ -356,6 +362,12 @@ CHECKS = {
         "bfloat16) is lost",
         "leave parameters in float32, or give lint the optimizer that polyamp.wrap_optimizer made, which keeps float32 "
         "masters",
+    ),
+    "beyond-format": Check(
+        "error",
+        _beyond,
+        "parameters have numbers beyond {compute}, in which they become inf",
+        "store them in other units, or give what reads them a rule of class full",
     ),
     "foreign-cast": Check(
         "warning",

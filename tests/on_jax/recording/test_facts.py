@@ -130,6 +130,17 @@ def test_parameters_in_16_bits_and_their_masters() -> None:
     assert facts(lambda state, x: logits(state["params"], x), state, X).low_parameters == ("params/half",)
 
 
+def test_parameters_that_the_format_cannot_hold() -> None:
+    params = {"std": jnp.full(4, 1e5), "w": jnp.ones((4, 4)), "count": jnp.array(10**6)}
+    assert facts(lambda p, x: x @ p["w"] * p["std"], params, jnp.full((2, 4), 1e6)).beyond == ("std",)
+    assert (
+        facts(
+            lambda p, x: x @ p["w"] * p["std"], params, jnp.ones((2, 4)), policy=polyamp.policy("mixed_bfloat16")
+        ).beyond
+        == ()
+    )
+
+
 def test_what_scales_the_loss_is_known() -> None:
     plain, wrapped = optax.sgd(0.1), polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
     state = wrapped.init(PARAMS)

@@ -24,6 +24,7 @@ from polyamp.policies import Policy
 
 _CALLED = {"astype": "astype", "array": "jnp.asarray", "convert_element_type": "lax.convert_element_type"}
 _LOW = ("float16", "bfloat16")
+_MANY = 8  # steps in a chain
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
@@ -41,6 +42,7 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         tuple(_products(equations, policy)),
         tuple(_losses(equations)),
         **scaling._asdict(),
+        small_steps=tuple(_small_steps(equations)),
         beyond=tuple(_beyond(args[0] if args else (), policy)),
     )
 
@@ -103,6 +105,24 @@ def _losses(equations: list[Equation]) -> Iterator[ClassLoss]:
             (shape,) = terms.shapes
             classes = math.prod(shape[axis] for axis in total.own.params["axes"])
             yield ClassLoss(equation.path, classes, divisor or math.prod(shape) // classes)
+
+
+def _small_steps(equations: list[Equation]) -> Iterator[str]:
+    """Yield the places where many small multiples have been added to one value, as an integrator's steps are."""
+    steps: dict[Equation, int] = {}
+    for equation in equations:
+        small = [source is not None and _is_small(source) for source in equation.sources]
+        if equation.name == "add" and any(small) and not equation.is_backward:
+            before = equation.sources[1 - small.index(True)]
+            steps[equation] = 1 + (steps.get(before, 0) if before is not None else 0)
+            if steps[equation] == _MANY:
+                yield f"{equation.path} {unstable.source_line(equation.own)}".strip()
+
+
+def _is_small(equation: Equation) -> bool:
+    """Return whether an equation multiplies by a constant of at most 2**-5."""
+    numbers = [atom.val for atom in equation.own.invars if not unstable.is_variable(atom)]
+    return equation.name == "mul" and any(np.size(one) == 1 and abs(float(one)) <= 2.0**-5 for one in numbers)
 
 
 def _divisor(equations: list[Equation]) -> int | None:

@@ -82,6 +82,7 @@ class Facts:
     clipped: tuple[str, ...] = ()  # places where gradients are clipped while they are scaled
     divided: tuple[str, ...] = ()  # places where gradients are unscaled by hand before an update that unscales them
     mixed: tuple[str, ...] = ()  # places of updates that divide by another loss scale than that of the gradients
+    small_steps: tuple[str, ...] = ()  # places of long chains of ``y = y + 0.005 * f(y)`` that no loop carries
     beyond: tuple[str, ...] = ()  # names of float32 parameters that the compute format cannot hold, where no pass knows
 
 
@@ -267,6 +268,11 @@ def _no_masters(facts: Facts) -> Iterator[Fault]:
         yield _at(facts.low_parameters, parameters=plural(len(facts.low_parameters), "parameter"), known=known)
 
 
+def _small_steps(facts: Facts) -> Iterator[Fault]:
+    if facts.small_steps:
+        yield _at(facts.small_steps, compute=facts.policy.compute)
+
+
 def _beyond(facts: Facts) -> Iterator[Fault]:
     if facts.beyond:
         yield _at(facts.beyond, compute=facts.policy.compute)
@@ -362,6 +368,13 @@ CHECKS = {
         "bfloat16) is lost",
         "leave parameters in float32, or give lint the optimizer that polyamp.wrap_optimizer made, which keeps float32 "
         "masters",
+    ),
+    "small-steps": Check(
+        "warning",
+        _small_steps,
+        "many small steps are added to one value; in {compute} each is lost beside it",
+        "write the loop as one of the framework (jax.lax.scan), which carries the value in float32, or give the additions "
+        "a rule of class full",
     ),
     "beyond-format": Check(
         "error",

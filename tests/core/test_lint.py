@@ -53,6 +53,7 @@ FOUND = {
         facts(low_parameters=("weight",)),
         facts(BF16, optimizer="plain", low_parameters=("weight",)),
     ],
+    "small-steps": [facts(small_steps=("ode.py:3",))],
     "beyond-format": [facts(beyond=("std",))],
     "foreign-cast": [facts(BF16, casts=(UserCast("block", "Tensor.half", "float16"),))],
     "manual-cast": [

@@ -141,6 +141,16 @@ def test_parameters_that_the_format_cannot_hold() -> None:
     )
 
 
+@pytest.mark.parametrize(("step", "found"), [(0.005, 1), (0.5, 0)])
+def test_small_steps_in_a_python_loop(step: float, found: int) -> None:
+    def integrated(params: Any, y: jax.Array) -> jax.Array:
+        for _ in range(20):
+            y = y + step * jnp.tanh(y @ params["w"])
+        return y
+
+    assert len(facts(integrated, {"w": jnp.eye(4)}, jnp.ones((2, 4))).small_steps) == found
+
+
 def test_what_scales_the_loss_is_known() -> None:
     plain, wrapped = optax.sgd(0.1), polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16)
     state = wrapped.init(PARAMS)

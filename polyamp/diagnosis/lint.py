@@ -373,7 +373,7 @@ CHECKS = {
         "warning",
         _small_steps,
         "many small steps are added to one value; in {compute} each is lost beside it",
-        "write the loop as one of the framework (jax.lax.scan), which carries the value in float32, or give the additions "
+        "write the loop as one of the framework, which carries the value in float32, or give the additions "
         "a rule of class full",
     ),
     "beyond-format": Check(

@@ -137,8 +137,9 @@ def manner(
     if outcome.format == "float32":
         return Manner(torch.float32, data, rounded=outcome.rounds)
     has_kernel = (native_name(node).partition(".")[0], _device_type(node)) not in _WITHOUT_KERNEL
-    if is_wide(operation, decision) or not has_kernel or sums_gradients(node, operation):
-        return Manner(torch.float32, data, rounded=True)
+    divides = operation == "div" and len(set(floating)) == 2 and low == torch.float16
+    if is_wide(operation, decision) or not has_kernel or sums_gradients(node, operation) or divides:
+        return Manner(torch.float32, data, rounded=True)  # the derivative of ``a / b`` has ``a / b / b``
     takes_mixed = _device_type(node) in _MIXED.get(operation, ())
     return Manner(low, floating[:1] if takes_mixed else data)
 

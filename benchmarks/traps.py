@@ -1,4 +1,4 @@
-"""How accurate are small programs in 16 bits that float32 computes well? Sixty traps, in every framework and engine.
+"""How accurate are small programs in 16 bits that float32 computes well? Small programs, in every framework and engine.
 
 Result and gradient of each must be finite wherever float32 is, and differ from float32 only by a few roundings.
 Prints the table, keeps it in results/traps_cpu.json, and writes docs/explain/traps.md from it.
@@ -79,6 +79,7 @@ def page(kept: Row) -> str:
     for name in dict.fromkeys(row["trap"] for row in found):
         of_engines = " | ".join(cells[name, engine] for engine in engines)
         lines.append(f"| {name} | {TRAPS[name].danger} | {of_engines} |")
+    lines.append(WRONG)
     where = f"{kept['machine']['processor']}; {', '.join(f'{name} {number}' for name, number in known.items())}"
     return "\n".join([*lines, f"\nMeasured by `python benchmarks/traps.py` on {where}.\n"])
 
@@ -102,6 +103,21 @@ rule](flow_rule.md).
 
 An empty cell means that both formats keep the program. Otherwise it shows the loss, such as an error in percent of the
 length of the result.
+"""
+WRONG = """
+## What stays wrong
+
+No rule for formats helps where the program itself needs more than 16 bits:
+
+- A product beyond 65504 that is divided later, as in `(x @ x.T) / n`: float16 has no such number. Divide before.
+- Probabilities that are multiplied as matrices (hidden Markov models, Sinkhorn): small ones round to 0. Use logarithms.
+- A constant that is added to a 16-bit value and later removed, and normalisations without the layer's own operation,
+  differ by the roundings of the layer before.
+- Small steps in a Python loop, `y = y + 0.005 * f(y)`: each is lost beside `y`. `polyamp.lint` finds them; a loop of
+  the framework (`scan`, `while`) carries `y` in float32.
+- Quotients of small differences (SSIM of images that hardly differ): their gradient is off by dozens of roundings in
+  every engine.
+- Ambient autocast goes operation by operation: it knows neither readers nor, in TensorFlow, which arrays are constants.
 """
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from support.traps import chances, data, ranges, squares
+from support.traps import chances, data, ranges, readers, squares
 from support.traps.trap import Trap
 
 TRAPS: dict[str, Trap] = {
     value.name: value
-    for module in (squares, chances, data, ranges)
+    for module in (squares, chances, data, ranges, readers)
     for value in vars(module).values()
     if isinstance(value, Trap)
 }

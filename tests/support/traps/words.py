@@ -29,6 +29,10 @@ def torch_averaged(x: Any, size: int) -> Any:
     return functional.avg_pool2d(images, size).flatten(1)
 
 
+def torch_blurred(x: Any, size: int, window: Any) -> Any:
+    return functional.conv2d(x.reshape(-1, 1, size, size), torch.as_tensor(window)[None, None])
+
+
 Torch = SimpleNamespace(
     **{word: getattr(torch, word) for word in ELEMENTWISE},
     rsqrt=torch.rsqrt,
@@ -58,6 +62,9 @@ Torch = SimpleNamespace(
     swapped=lambda x: x.transpose(-1, -2),
     flat=lambda x: x.reshape(-1),
     averaged=torch_averaged,
+    blurred=torch_blurred,
+    least=torch.minimum,
+    atan2=torch.atan2,
     loop=torch_loop,
 )
 
@@ -67,6 +74,10 @@ def jax_averaged(x: Any, size: int) -> Any:
     images = x.reshape(-1, size, size, x.shape[-1])
     sums = jax.lax.reduce_window(images, 0.0, jax.lax.add, window, window, "VALID")
     return sums.reshape(-1, x.shape[-1]) / size**2
+
+
+def jax_blurred(x: Any, size: int, window: Any) -> Any:
+    return jax.lax.conv(x.reshape(-1, 1, size, size), jnp.asarray(window, x.dtype)[None, None], (1, 1), "VALID")
 
 
 Jax = SimpleNamespace(
@@ -98,6 +109,9 @@ Jax = SimpleNamespace(
     swapped=lambda x: jnp.swapaxes(x, -1, -2),
     flat=lambda x: x.reshape(-1),
     averaged=jax_averaged,
+    blurred=jax_blurred,
+    least=jnp.minimum,
+    atan2=jnp.arctan2,
     loop=lambda turns, body, state: jax.lax.fori_loop(0, turns, lambda _, state: body(state), state),
 )
 
@@ -109,6 +123,10 @@ def tensorflow_averaged(x: Any, size: int) -> Any:
 
 def tensorflow_loop(turns: int, body: Callable[[Any], Any], state: Any) -> Any:
     return tf.while_loop(lambda turn, _: turn < turns, lambda turn, state: (turn + 1, body(state)), (0, state))[1]
+
+
+def tensorflow_blurred(x: Any, size: int, window: Any) -> Any:
+    return tf.nn.conv2d(tf.reshape(x, [-1, size, size, 1]), tf.constant(window)[..., None, None], 1, "VALID")
 
 
 TensorFlow = SimpleNamespace(
@@ -140,5 +158,8 @@ TensorFlow = SimpleNamespace(
     swapped=tf.linalg.matrix_transpose,
     flat=lambda x: tf.reshape(x, [-1]),
     averaged=tensorflow_averaged,
+    blurred=tensorflow_blurred,
+    least=tf.minimum,
+    atan2=tf.atan2,
     loop=tensorflow_loop,
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -12,7 +13,7 @@ import numpy as np
 
 from polyamp import adapters
 from polyamp.backends.jax import unstable
-from polyamp.errors import InvalidValueError
+from polyamp.errors import InvalidValueError, kind_of, shown
 from polyamp.formats import format_of
 
 
@@ -53,6 +54,51 @@ def is_traced(value: object) -> bool:
 
 check_tree = partial(adapters.check_tree, children=unstable.children_of, deepest=400)
 """Refuse a pytree that JAX cannot walk to its end."""
+
+
+def name_of(path: Any) -> str:
+    """Return a key path joined by ``/``, without a flax NNX variable's own field; "params" if the path is empty."""
+    name: str = jax.tree_util.keystr(path, simple=True, separator="/")
+    return name.removesuffix("/.value").removesuffix("/value") or "params"
+
+
+@contextmanager
+def fitting(first: Any, second: Any, *, where: str, names: tuple[str, str], fix: str) -> Iterator[None]:
+    """Refuse two pytrees whose leaves differ, and name all differences; None in the first one fits any leaf."""
+    # Missing leaves are refused only if the code inside fails: ``optax.lookahead`` takes gradients of a part of its
+    # parameters.
+    check_tree((first, second), where=where)
+    found = (jax.tree.leaves_with_path(tree, is_leaf=_is_none) for tree in (first, second))
+    own, other = ({name_of(path): _kind(leaf) for path, leaf in leaves} for leaves in found)
+    pairs = {name: (own.get(name, "nothing"), other.get(name, "nothing")) for name in {**own, **other}}
+    unlike = [name for name, (one, two) in pairs.items() if one != "None" and (one != two or one.startswith("a "))]
+    try:
+        if unlike and own.keys() == other.keys():
+            raise TypeError("leaves differ")
+        yield
+    except Exception as error:
+        if not unlike and same_structure(first, second):
+            raise
+        raise InvalidValueError(
+            f"the {names[0]} do not have the structure of the {names[1]}",
+            where=where,
+            found="; ".join(f"{name}: {' for '.join(pairs[name])}" for name in unlike[:8]) or kind_of(first),
+            allowed=f"the structure of the {names[1]}: {shown(jax.tree.structure(second))}",
+            fix=fix,
+        ) from error
+
+
+def _kind(leaf: Any) -> str:
+    """Return the kind and shape of an array or number, such as ``real(2,)``; for anything else its class."""
+    if not (is_array(leaf) or isinstance(leaf, int | float | complex)):
+        return "None" if leaf is None else f"a {kind_of(leaf)}"
+    is_key = jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.extended)
+    return f"{'key' if is_key else 'complex' if jnp.iscomplexobj(leaf) else 'real'}{jnp.shape(leaf)}"
+
+
+def same_structure(first: Any, second: Any) -> bool:
+    """Return whether two pytrees have one structure."""
+    return len({jax.tree.structure(tree) for tree in (first, second)}) == 1
 
 
 def cast(tree: Any, format_name: str) -> Any:
@@ -97,6 +143,10 @@ def merged(first: Any, second: Any) -> Any:
     return map_with_none(lambda one, other: other if one is None else one, first, second)
 
 
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
+
+
 def map_with_none(function: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
     """Map a function over the leaves of two pytrees; None in the first one is a leaf."""
-    return jax.tree.map(function, first, second, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(function, first, second, is_leaf=_is_none)

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from polyamp.backends.jax import gradients, unstable
-from polyamp.backends.jax.casting import is_low, trainable
+from polyamp.backends.jax import unstable
+from polyamp.backends.jax.casting import is_low, name_of, trainable
 from polyamp.backends.jax.graphs.program import Equation, Program, walk
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.operations import OPERATIONS
@@ -150,7 +150,7 @@ def _low_parameters(params: Any) -> Iterator[str]:
     """Yield the names of the 16-bit arrays that do not belong to an optimizer's state."""
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=lambda node: is_state(node) or is_of_optax(node)):
         if is_low(leaf):
-            yield gradients.name_of(path)
+            yield name_of(path)
 
 
 def _beyond(params: Any, policy: Policy) -> Iterator[str]:
@@ -159,7 +159,7 @@ def _beyond(params: Any, policy: Policy) -> Iterator[str]:
         is_known = isinstance(leaf, np.ndarray | jax.Array) and not isinstance(leaf, jax.core.Tracer)
         largest = float(abs(leaf).max()) if is_known and leaf.size and leaf.dtype == np.float32 else 0.0
         if parameter(largest, policy.compute).unfit:
-            yield gradients.name_of(path)
+            yield name_of(path)
 
 
 def _optimizer(optimizer: Any, holder: Any) -> OptimizerState:

@@ -16,7 +16,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.casting import check_tree, is_low, is_traced, map_with_none, widened
+from polyamp.backends.jax.casting import fitting, is_array, is_low, is_traced, map_with_none, name_of, widened
+from polyamp.errors import wrong_type
 
 SHRINK = 2.0**-90
 """Brings every float32 number below 2**38, so that sums of squares are finite."""
@@ -59,7 +60,7 @@ def at_scale(grads: Any, scale: Any) -> Any:
 
     def moved(leaf: Any) -> Any:
         _, own = _MADE_AT.get(id(leaf), (None, scale))
-        if own is scale or not (is_traced(own) or is_traced(scale) or np.any(own != scale)):
+        if own is scale or not (is_traced(own) or is_traced(scale) or np.asarray(own) != np.asarray(scale)):
             return leaf
         return widened(leaf) * (scale / own)
 
@@ -148,10 +149,13 @@ def apply_updates(params: Any, updates: Any) -> Any:
     Unlike ``optax.apply_updates`` it accepts None as an update. Unlike ``equinox.apply_updates`` it keeps a 16-bit
     parameter in 16 bits when its update is float32.
     """
-    check_tree((params, updates), where="apply_updates(params, updates)")
-    return map_with_none(
-        lambda update, param: param if update is None else jnp.add(param, update).astype(param.dtype), updates, params
-    )
+
+    def moved(update: Any, param: Any) -> Any:
+        return param if update is None else jnp.add(param, update).astype(param.dtype)
+
+    where, fix = "apply_updates(params, updates)", "pass the updates that tx.update returned for these parameters"
+    with fitting(updates, params, where=where, names=("updates", "parameters"), fix=fix):
+        return map_with_none(moved, updates, params)
 
 
 def select(applied: Any, new: Any, old: Any) -> Any:
@@ -165,8 +169,14 @@ def select(applied: Any, new: Any, old: Any) -> Any:
         new: pytree of arrays after this step, such as batch-norm statistics.
         old: the same before it.
     """
-    check_tree((new, old), where="select(applied, new, old)")
-    return jax.tree.map(lambda one, other: jnp.where(applied, one, other), new, old)
+    where = "select(applied, new, old)"
+    is_boolean = isinstance(applied, bool) or (is_array(applied) and applied.dtype == bool)
+    if not is_boolean or jnp.shape(applied) != ():
+        fix = "pass opt_state.last_step.applied"
+        raise wrong_type(applied, where=where, allowed="bool[] or a Python bool", fix=fix)
+    fix = "pass the same state before and after the step"
+    with fitting(new, old, where=where, names=("new values", "old ones"), fix=fix):
+        return jax.tree.map(lambda one, other: jnp.where(applied, one, other), new, old)
 
 
 _PREFIX = "polyamp: gradient of "
@@ -183,12 +193,6 @@ def marked_gradients(tree: Any) -> Any:
 def marked(array: Any, name: str) -> Any:
     """Return an array with a name attached if it is traced."""
     return checkpoint_name(array, name) if is_traced(array) else array  # type: ignore[no-untyped-call]
-
-
-def name_of(path: Any) -> str:
-    """Return a key path joined by ``/``, without a flax NNX variable's own field; "params" if the path is empty."""
-    name: str = jax.tree_util.keystr(path, simple=True, separator="/")
-    return name.removesuffix("/.value").removesuffix("/value") or "params"
 
 
 def mark_of(name: str) -> str | None:

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 
 from polyamp import verbs
 from polyamp.backends.jax import gradients
-from polyamp.backends.jax.casting import check_tree, is_traced, merged, trainable, widened
+from polyamp.backends.jax.casting import check_tree, fitting, is_traced, merged, same_structure, trainable, widened
 from polyamp.backends.jax.gradients import apply_updates
 from polyamp.backends.jax.state import LossScaleOptState, check_single, holds_state, initial_scalars
-from polyamp.errors import InvalidValueError, StateError, UsageError, wrapped_already
+from polyamp.errors import StateError, UsageError, wrapped_already, wrong_type
 from polyamp.policies import Policy
 from polyamp.scale import LossScale, advance, can_divide, on_host, report_limits
 
@@ -116,7 +116,12 @@ def apply_gradients(tx: Any, grads: Any, opt_state: Any, params: Any, **extra: A
     step = getattr(tx, "step", None)
     if isinstance(step, Step):
         return step.apply(grads, opt_state, params, **extra)
-    updates, opt_state = tx.update(grads, opt_state, params, **extra)
+    where = "apply_gradients(tx, grads, opt_state, params)"
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        fix = "pass the optimizer that polyamp.wrap_optimizer returned"
+        raise wrong_type(tx, where=where, allowed="a wrapped optimizer, or one of optax", fix=fix)
+    with fitting(grads, params, where=where, names=("gradients", "parameters"), fix=_GRADIENTS):
+        updates, opt_state = tx.update(grads, opt_state, params, **extra)
     return apply_updates(params, updates), opt_state
 
 
@@ -156,7 +161,7 @@ class Step:
         check_tree((grads, state, params), where="tx.update(grads, state, params)")
         grads, params = trainable(grads), None if params is None else trainable(params)
         # The updates have the structure of the gradients, unless the optimizer updates more (``optax.lookahead``).
-        template = grads if params is None or _are_alike(grads, params) else params
+        template = grads if params is None or same_structure(grads, params) else params
 
         def moved(updates: Any, full: Any) -> Any:
             if state.master_weights is not None:
@@ -203,7 +208,7 @@ class Step:
             return unmoved(), state.inner_state, state.master_weights
 
         finite = self._finite(grads, state)
-        with _naming_trees(grads, params):
+        with self._naming_trees(grads, state, params):
             if is_traced(finite):
                 result, *memory = jax.lax.cond(finite, taken, skipped)
             else:  # outside jit, lax.cond would compile again at each call
@@ -213,6 +218,18 @@ class Step:
         if not is_traced(scalars.scale):
             report_limits(self.settings, on_host(scalars))
         return result, self.state_type(*scalars, *memory)
+
+    @contextmanager
+    def _naming_trees(self, grads: Any, state: LossScaleOptState, params: Any) -> Iterator[None]:
+        """Replace an error of JAX or optax about trees that do not fit together by one that names the differences."""
+        # This cannot be checked before, since optimizers such as ``optax.lookahead`` accept trees of other structures.
+        where, known = "tx.update(grads, state, params)", grads if params is None else params
+        with fitting(grads, known, where=where, names=("gradients", "parameters"), fix=_GRADIENTS):
+            try:
+                yield
+            except Exception:
+                with fitting(state, self.init(known), where=where, names=_STATES, fix=_STATE):
+                    raise
 
     def _finite(self, grads: Any, state: LossScaleOptState) -> Any:
         if not self.settings.check:
@@ -236,6 +253,11 @@ class Step:
         return widened(params) if self.settings.check else params
 
 
+_GRADIENTS = "pass the gradients that value_and_grad returned, with the parameters that it differentiated"
+_STATE = "pass the result of tx.init(params), or the state that the last update returned"
+_STATES = "fields of the state", "fields that tx.init returns"
+
+
 def _check(state: object, params: Any) -> None:
     if not isinstance(state, LossScaleOptState):
         raise StateError(
@@ -243,7 +265,7 @@ def _check(state: object, params: Any) -> None:
             where="tx.update(grads, state, params)",
             found=type(state).__name__,
             allowed="LossScaleOptState",
-            fix="pass the result of tx.init(params), or the state that the last update returned",
+            fix=_STATE,
         )
     check_single(state)
     if params is None and state.master_weights is not None:
@@ -253,28 +275,3 @@ def _check(state: object, params: Any) -> None:
             found="params=None",
             fix="pass the parameters",
         )
-
-
-@contextmanager
-def _naming_trees(grads: Any, params: Any) -> Iterator[None]:
-    """Replace JAX's error about two trees that do not match by an error that names both trees."""
-    # This cannot be checked before, since optimizers such as ``optax.lookahead`` accept trees of different structures.
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        if params is None or _are_alike(grads, params):
-            raise
-        own, wanted = ({gradients.name_of(path) for path, _ in jax.tree.leaves_with_path(t)} for t in (grads, params))
-        parts = {"no gradient of": wanted - own, "a gradient of": own - wanted}
-        found = "; ".join(f"{what} {', '.join(sorted(names))}" for what, names in parts.items() if names)
-        raise InvalidValueError(
-            "the gradients do not have the structure of the parameters",
-            where="tx.update(grads, state, params)",
-            found=found or str(jax.tree.structure(grads)),
-            allowed=f"the structure of the parameters: {jax.tree.structure(params)}",
-            fix="pass the gradients that value_and_grad returned, with the parameters that it differentiated",
-        ) from error
-
-
-def _are_alike(grads: Any, params: Any) -> bool:
-    return len({jax.tree.structure(tree) for tree in (grads, params)}) == 1

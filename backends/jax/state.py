@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp.backends.jax.casting import check_tree
-from polyamp.errors import UsageError
+from polyamp.backends.jax.casting import check_tree, is_array
+from polyamp.errors import UsageError, is_number, wrong_type
 from polyamp.scale import TYPES, LossScale, LossScaleState, StepResult, report_limits
 
 SCALARS = len(LossScaleState._fields)
@@ -64,7 +64,13 @@ class LossScaleOptState(_Fields):
     @property
     def scalars(self) -> LossScaleState:
         """Return the scalars in the form that `polyamp.advance` takes."""
-        return LossScaleState(*(jax.tree.leaves(field)[0] for field in self[:SCALARS]))  # flax.nnx wraps them
+        fields = [jax.tree.leaves(field) for field in self[:SCALARS]]  # flax.nnx wraps them
+        for name, leaves in zip(self._fields, fields, strict=False):
+            if len(leaves) != 1 or not (is_array(leaves[0]) or is_number(leaves[0])):
+                found, where = leaves[0] if leaves else None, f"{name} of the state of a wrapped optimizer"
+                fix = "pass the result of tx.init(params), or the state that the last update returned"
+                raise wrong_type(found, where=where, allowed="an array of shape ()", fix=fix)
+        return LossScaleState(*(leaf for (leaf,) in fields))
 
     @property
     def last_step(self) -> StepResult:
@@ -224,7 +230,7 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
     """Return the same pytree with a loss-scale state that `save_loss_scale` returned, in any framework."""
     old = find_state(holder)
     values = old.settings.from_state_dict(saved)
-    names = old._fields[: len(values)]
+    names = old._fields[: len(old.scalars)]
     fields = {  # each keeps the shape and the devices of a replicated state
         name: jax.tree.map(functools.partial(jnp.full_like, fill_value=value), getattr(old, name))
         for name, value in zip(names, values, strict=True)

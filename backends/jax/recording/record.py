@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from polyamp.backends.jax import gradients, unstable
-from polyamp.backends.jax.casting import is_floating
+from polyamp.backends.jax.casting import is_floating, name_of
 from polyamp.backends.jax.graphs.program import Program, walk
 from polyamp.backends.jax.graphs.rewrite import run_rewritten
 from polyamp.backends.jax.modules import as_pure
@@ -143,7 +143,7 @@ def _traced_step(
     own = [state.scalars.scale for state in states_in((args, given))]
     index = next((place for place, array in enumerate(arrays) if any(array is one for one in own)), None)
     found = jax.tree.leaves_with_path(args)
-    floating = tuple((gradients.name_of(path[1:]), leaf.shape) for path, leaf in found if is_floating(leaf))
+    floating = tuple((name_of(path[1:]), leaf.shape) for path, leaf in found if is_floating(leaf))
     text = unstable.fingerprint(jaxpr)
     return _TracedStep(jaxpr, text, differentiates, index, loss_index, floating), arrays, constants
 
@@ -180,5 +180,5 @@ def _loss_in(results: Any) -> Any:
     """Return the only floating-point scalar at the top level of a step's results, else the only one named loss."""
     scalars = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(results) if _is_scalar(leaf)]
     alone = [leaf for path, leaf in scalars if len(path) <= 1]
-    called = [leaf for path, leaf in scalars if gradients.name_of(path).endswith("loss")]
+    called = [leaf for path, leaf in scalars if name_of(path).endswith("loss")]
     return next((found[0] for found in (alone, called) if len(found) == 1), None)

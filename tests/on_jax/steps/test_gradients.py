@@ -268,30 +268,46 @@ def test_argnums_that_are_no_integers_are_refused(argnums: Any) -> None:
         amp.value_and_grad(two_factors, POLICY, argnums=argnums)
 
 
-# Gradients that are not those of the parameters.
+# Trees that do not fit together.
 
-TREES = {
+WRONG = {
+    "none": None,
     "missing": {"w": jnp.ones(2)},
     "another name": {"w": jnp.ones(2), "c": jnp.ones(3)},
     "one more": {"w": jnp.ones(2), "b": jnp.ones(3), "c": jnp.ones(1)},
     "a list": [jnp.ones(2), jnp.ones(3)],
     "an array": jnp.ones(2),
+    "shapes": {"w": jnp.ones(1), "b": jnp.ones(3)},
+    "strings": {"w": "text", "b": jnp.ones(3)},
+    "descriptions": {"w": jax.ShapeDtypeStruct((2,), jnp.float32), "b": jnp.ones(3)},
+    "keys": {"w": jax.random.key(0), "b": jnp.ones(3)},
+}
+RIGHT = {"w": jnp.ones(2), "b": jnp.ones(3)}
+ADAM = polyamp.wrap_optimizer(optax.adam(0.1), POLICY)
+ADAMS = ADAM.init(RIGHT)
+VERBS = {
+    "update": lambda tree: ADAM.update(tree, ADAMS, RIGHT),
+    "update without parameters": lambda tree: ADAM.update(tree, ADAMS),
+    "update from a state": lambda tree: ADAM.update(RIGHT, ADAMS._replace(inner_state=tree), RIGHT),
+    "compiled": lambda tree: jax.jit(lambda grads: ADAM.update(tree, ADAMS, grads))(RIGHT),
+    "apply_gradients": lambda tree: amp.apply_gradients(ADAM, tree, ADAMS, RIGHT),
+    "apply_gradients of optax": lambda tree: amp.apply_gradients(optax.adam(1), tree, optax.adam(1).init(RIGHT), RIGHT),
+    "apply_gradients by": lambda tree: amp.apply_gradients(tree, RIGHT, ADAMS, RIGHT),
+    "apply_updates": lambda tree: amp.apply_updates(tree, RIGHT),
+    "select": lambda tree: amp.select(True, RIGHT, tree),
+    "select where": lambda tree: amp.select(tree, RIGHT, RIGHT),
+    "scale_loss": lambda tree: polyamp.scale_loss(jnp.ones(()), tree),
+    "scale": lambda tree: polyamp.scale_loss(jnp.ones(()), ADAMS._replace(loss_scale=tree)),
 }
 
 
-@pytest.mark.parametrize("step", ["update", "apply_gradients", "compiled"])
-@pytest.mark.parametrize("name", TREES)
-def test_a_gradient_tree_of_another_structure_is_refused(name: str, step: str) -> None:
-    params = {"w": jnp.ones(2), "b": jnp.ones(3)}
-    tx = polyamp.wrap_optimizer(optax.adam(0.1), POLICY)
-    state = tx.init(params)
-    by = {
-        "update": tx.update,
-        "apply_gradients": lambda grads, state, params: amp.apply_gradients(tx, grads, state, params),
-        "compiled": jax.jit(tx.update),
-    }
-    with pytest.raises(polyamp.errors.InvalidValueError, match="do not have the structure of the parameters"):
-        by[step](TREES[name], state, params)
+@pytest.mark.parametrize("verb", VERBS)
+def test_trees_that_do_not_fit_together_are_refused(verb: str) -> None:
+    for name in WRONG.keys() - ({"shapes"} if verb == "update without parameters" else set()):
+        with pytest.raises(polyamp.PolyampError) as caught:
+            VERBS[verb](WRONG[name])
+        assert "to do:" in str(caught.value), name
+    assert ADAM.update(RIGHT, ADAMS, RIGHT)[1].last_step.applied
 
 
 def test_a_float16_function_and_an_optimizer_that_was_wrapped_without_a_policy_are_reported() -> None:

@@ -92,9 +92,10 @@ def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: P
     """Return the plan of a function's graph, or of a ``GraphDef``; see `polyamp.explain`."""
     check_format(policy.compute)
     if not callable(fn):
+        decisions = decided_graph(fn, policy)  # refuses everything but graphs
         with tf.Graph().as_default() as graph:
             tf.graph_util.import_graph_def(fn, name="")
-        return plan_of(decided_graph(fn, policy), graph)
+        return plan_of(decisions, graph)
     with walking(fn, args, kwargs):
         concrete = concrete_of(fn, args, kwargs)
     return plan_of(decided_for(concrete, policy), concrete.graph)

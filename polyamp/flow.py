@@ -148,8 +148,9 @@ NO_FLOATS = "no floating-point input"
 # - ``normalized``: a low value that is still held in float32, between a norm's mean and the end of its affine part
 # - ``saturated``: a low value: a function that comes close to 0 or 1 and stays there, such as a sigmoid, or 1 minus it
 # - ``pointwise``: a low value: a cheap function of one low value, such as abs
-# - ``weights``: a constant array without negative elements, such as the window of a filter
-# - ``average``: a low value: a pool, a product with such weights, or what was computed of these alone
+# - ``table``: a constant array without negative elements, such as the window of a filter
+# - ``weights``: what was computed of constants alone
+# - ``average``: a low value: a pool, a product with one of these two, or what was computed of such values alone
 
 
 class Value(NamedTuple):
@@ -194,13 +195,14 @@ def table(values: Any, compute: str, *, divides: bool = False) -> Value:
     sizes = numpy.abs(array[numpy.isfinite(array) & (array != 0)])
     ends = [sizes.max(), sizes.min()][: 1 + divides] if sizes.size else []
     found = constant(map(float, ends), compute)
-    return found if found.unfit or not (array >= 0).all() else found._replace(role="weights")
+    return found if found.unfit or not (array >= 0).all() else found._replace(role="table")
 
 
 # --- the rule ---------------------------------------------------------------------------------------------------------
 
 _SATURATING = frozenset({"sigmoid", "tanh", "erf"})
 _PRODUCTS = frozenset({"matmul", "conv"})
+_WEIGHTS = frozenset({"table", "weights"})
 _POINTWISE = frozenset(
     {"add", "sub", "mul", "div", "neg", "abs", "relu", "sqrt", "where", "clip", "maximum", "minimum"}
     | {"reshape", "broadcast", "transpose", "slice", "gather", "identity"}
@@ -258,7 +260,7 @@ def flow(
     # multiplying such an input. An operation that is ``full`` only because of its range is ``full`` only in formats
     # with a range narrower than that of float32. A norm that is written out returns low values, but is computed in
     # float32 (see the end of this file). A product with constant weights is an average: it follows strong data. One
-    # of weights alone stays as declared.
+    # of computed weights alone stays as declared.
     #
     # Source: the classes are those of `polyamp.operations`. TensorFlow's pass also distinguishes values that are
     # float32 by declaration from values that need float32: it paints a whole graph
@@ -320,14 +322,14 @@ def _is_held(operation: str, op_class: str, inputs: Sequence[Value], held: str) 
 
 def _averages(operation: str, inputs: Sequence[Value]) -> bool:
     """Return whether an operation is an average with constant weights."""
-    return operation == "avg_pool" or (operation in _PRODUCTS and any(value.role == "weights" for value in inputs))
+    return operation == "avg_pool" or (operation in _PRODUCTS and any(value.role in _WEIGHTS for value in inputs))
 
 
 def _average(operation: str, inputs: Sequence[Value]) -> Flow | None:
-    """Decide a product that is an average of strong values, or of other weights."""
+    """Decide a product that is an average of strong values, or of computed weights alone."""
     if inputs and all(value.role == "weights" for value in inputs):
         return Flow("float32", WEAK, "as declared")
-    strong = _first([value for value in inputs if value.role != "weights"], "strong")
+    strong = _first([value for value in inputs if value.role not in _WEIGHTS], "strong")
     if strong is None or not _averages(operation, inputs):
         return None
     return _strong(strong.maker, f"an average, after {strong.maker}")

@@ -81,7 +81,7 @@ def test_a_constant_is_a_divisor_also_behind_a_move() -> None:
     decays = 10.0 ** -np.arange(8.0)
     assert table(decays, "float16").unfit == ""
     assert table(decays, "float16", divides=True).unfit == "constant 1e-07 is lost in float16"
-    assert table([0.0, 1.0, np.inf], "float16", divides=True) == WEIGHTS
+    assert table([0.0, 1.0, np.inf], "float16", divides=True) == WEIGHTS._replace(role="table")
     assert table([-1.0, 2.0], "float16") == table(3.0, "float16") == WEAK
     assert table([], "float16").unfit == table([np.inf, np.nan], "float16").unfit == ""
 
@@ -99,7 +99,9 @@ def test_a_held_product_of_two_lows_is_float32_and_no_other_is() -> None:
     assert flow("mul", ruled, (LOW, LOW), "float16", held=READ_IN_FULL).format == "float16"
 
 
-@pytest.mark.parametrize(("name", "weights"), [("avg_pool", ()), ("matmul", (WEIGHTS,)), ("conv", (WEIGHTS,))])
+@pytest.mark.parametrize(
+    ("name", "weights"), [("avg_pool", ()), ("matmul", (WEIGHTS,)), ("conv", (Value(role="table"),))]
+)
 def test_full_work_reads_averages_unrounded(name: str, weights: tuple[Value, ...]) -> None:
     average = by_table(name, LOW, *weights)
     assert (average.format, average.output.role) == ("float16", "average")
@@ -110,8 +112,9 @@ def test_full_work_reads_averages_unrounded(name: str, weights: tuple[Value, ...
     assert by_table("matmul", LOW, STRONG._replace(role="weights")).format == "float16"
 
 
-def test_a_product_of_weights_alone_stays_as_declared() -> None:
+def test_a_product_of_computed_weights_alone_stays_as_declared() -> None:
     assert by_table("matmul", WEIGHTS, WEIGHTS)[:2] == ("float32", WEAK)
+    assert by_table("matmul", Value(role="table"), Value(role="table")).format == "float16"
 
 
 def test_of_a_parameter_only_its_range_counts() -> None:

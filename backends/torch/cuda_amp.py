@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -93,8 +94,22 @@ class GradScaler(PolyampGradScaler):
             session.holders.append(self)
 
 
-custom_fwd = functools.partial(torch.amp.custom_fwd, device_type=_DEVICE)
-custom_bwd = functools.partial(torch.amp.custom_bwd, device_type=_DEVICE)
+def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> Any:
+    """Decorate the ``forward`` of a `torch.autograd.Function`, as ``torch.cuda.amp.custom_fwd`` does.
+
+    Args:
+        fwd: the function, with the context as its first argument.
+        cast_inputs: cast floating inputs to this type inside a region, and run without autocast. None runs the function
+            in the region of its call, and so its backward pass.
+    """
+    warn_deprecated("torch.cuda.amp.custom_fwd", f'@torch.amp.custom_fwd(device_type="{_DEVICE}")')
+    return torch.amp.custom_fwd(fwd, device_type=_DEVICE, cast_inputs=cast_inputs)
+
+
+def custom_bwd(bwd: Callable[..., Any]) -> Any:
+    """Decorate the ``backward`` of a function whose ``forward`` has `custom_fwd`, to run it as that ran."""
+    warn_deprecated("torch.cuda.amp.custom_bwd", f'@torch.amp.custom_bwd(device_type="{_DEVICE}")')
+    return torch.amp.custom_bwd(bwd, device_type=_DEVICE)
 
 
 @constant_when_compiled

@@ -195,3 +195,8 @@ def test_probabilities_that_a_function_returns_are_not_rounded(policy: str) -> N
     model = polyamp.autocast(lambda w, x: jax.nn.sigmoid(x @ w), policy)
     x = jnp.array([[-10.0, 9.0, 0.0, 12.0]])
     np.testing.assert_allclose(1 - model(jnp.eye(4), x), 1 - jax.nn.sigmoid(x), rtol=1e-2)
+
+
+def test_argnums_that_are_no_positions_are_refused() -> None:
+    with pytest.raises(polyamp.PolyampError, match="argnums are not positions"):
+        polyamp.backends.jax.autocast(added, BF16, argnums="w")  # type: ignore[arg-type]

@@ -318,3 +318,9 @@ def test_a_float16_function_and_an_optimizer_that_was_wrapped_without_a_policy_a
     differentiated(chosen, params)  # the user's own choice
     with pytest.warns(polyamp.PolyampWarning, match="wrapped without a loss scale"):
         differentiated(unscaled, params)
+
+
+def test_without_scaling_a_non_finite_loss_is_not_looked_at() -> None:
+    opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "float32").init(PARAMS)
+    loss, _ = value_and_grad(loss_returning(NON_FINITE["inf"]), "float32")(opt_state, PARAMS)
+    assert np.isinf(loss)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-_UNSIGNED = frozenset(
-    {"neg", "abs", "stop_gradient", "custom derivative"}
-)  # their results have the magnitude of their operands
+# Operations whose results have the magnitude of their operands.
+_UNSIGNED = frozenset({"neg", "abs", "stop_gradient", "custom derivative"})
 
 
 class Numbering:

@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 import polyamp
-from polyamp.comparison import Comparison, Question, Run
+from polyamp.diagnosis.comparison import Comparison, Question, Run
 
 Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 NOISE: dict[str, Draw] = {  # mean 0, deviation 1

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from polyamp.diagnosis.diagnose import diagnose
     from polyamp.diagnosis.health import health
     from polyamp.diagnosis.lint import lint
+    from polyamp.diagnosis.parity import parity
     from polyamp.diagnosis.probe import probe
     from polyamp.diagnosis.watch import watch
-    from polyamp.equivalence import parity
 
 __version__ = "0.1.0"
 
@@ -62,16 +62,8 @@ __all__ = [
     "wrap_optimizer",
 ]
 
-_ON_FIRST_USE = {
-    "calibrate": "diagnosis.calibrate",
-    "health": "diagnosis.health",
-    "lint": "diagnosis.lint",
-    "diagnose": "diagnosis.diagnose",
-    "probe": "diagnosis.probe",
-    "watch": "diagnosis.watch",
-    "parity": "equivalence",
-}
-"""The module that defines each name. These modules are loaded on first use, since training does not need them."""
+_ON_FIRST_USE = ("calibrate", "diagnose", "health", "lint", "parity", "probe", "watch")
+"""Verbs that training does not need: the module of that name in `polyamp.diagnosis` is loaded when one is used."""
 
 
 def __getattr__(name: str) -> Any:
@@ -81,7 +73,7 @@ def __getattr__(name: str) -> Any:
         return import_module("polyamp.backends")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"polyamp.{_ON_FIRST_USE[name]}"), name)
+    found = getattr(import_module(f"polyamp.diagnosis.{name}"), name)
     globals()[name] = found
     return found
 

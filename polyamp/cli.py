@@ -1,18 +1,19 @@
-"""The command line: tables for people, JSON for programs. Commands about a user's step are in `polyamp.commands`."""
+"""The command line: tables for people, JSON for programs.
+
+The exit code is 0 if nothing is wrong, `FINDINGS` if a command found something wrong, 1 for polyamp's own errors, and 2
+for a wrong command line. `polyamp run` ends with the script's own code.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
-import platform
 import sys
-import time
-from importlib import metadata
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -21,18 +22,36 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import polyamp
-from polyamp import adapters
-from polyamp.commands import diagnosis
-from polyamp.commands import run as running
-from polyamp.commands.parity import parity
-from polyamp.errors import MissingFrameworkError, PolyampError, UnsupportedError
-from polyamp.report import write_json
+from polyamp.diagnosis.comparison import FIRST_LOOK
+from polyamp.diagnosis.probe import sixteen_bit
+from polyamp.doctor import examine, rows_of
+from polyamp.errors import InvalidValueError, MissingFrameworkError, PolyampError
+from polyamp.report import Report, figure_for, unwritable, write_json
+from polyamp.run import run_script
+from polyamp.target import step_of, training_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (diagnosis.explain, diagnosis.diagnose, parity):
-    app.command()(command)
-app.command(context_settings={"allow_interspersed_args": False})(running.run)  # what follows the script is its own
 console = Console() if sys.stdout and sys.stdout.isatty() else Console(width=120)  # files and pipes have no width
+
+STDOUT = "-"
+FINDINGS = 3
+OF_VERDICTS = {"equivalent": 0, "better": 0, "worse": FINDINGS, "not yet known": 4, "cannot tell": 5}
+INTERRUPTED = 130  # as in shells
+
+_STEP = (
+    "package.module:function; called without arguments, it returns a step, (step, *arguments) or a dict of them, "
+    "or it is the step."
+)
+_TRAIN = (
+    "package.module:function: train(policy, seed), which returns the metric; or a function that returns it, or a dict."
+)
+_MARGIN = "The largest difference that would not matter: a number, or a share of float32's mean."
+
+StepTarget = Annotated[str, typer.Argument(help=_STEP, metavar="MODULE:FUNCTION", show_default=False)]
+PolicyName = Annotated[str | None, typer.Option("--policy", help="Policy, by name; mixed_float16 by default.")]
+JsonFile = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON; - is standard output.")]
+PlotFile = Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Draw a picture into this image file.")]
+Backend = Annotated[str | None, typer.Option("--backend", help="torch, jax, tensorflow or keras, if it is unclear.")]
 
 
 @app.callback()
@@ -61,64 +80,6 @@ def doctor(
         raise typer.Exit(1)
 
 
-_SLOW = ("keras", "tensorflow")  # importing them can take ten seconds
-_PATIENCE = 2.0  # seconds for which doctor waits for these
-
-
-def examine(asked: list[str] | None = None) -> dict[str, Any]:
-    """Let adapters describe their frameworks, side by side in processes of their own: all, or those asked for."""
-    names, problem = asked or [], None
-    try:
-        names = [adapters.entry_named(name).name for name in names] or adapters.names()
-    except UnsupportedError as error:
-        problem = str(error)
-    end = time.monotonic() + _PATIENCE
-    answers = {name: _ask(name) for name in names}
-    for name in sorted(names, key=_SLOW.__contains__):
-        can_wait = bool(asked) or name not in _SLOW
-        answers[name].poll(None if can_wait else max(0.0, end - time.monotonic()))
-    return {
-        "polyamp": polyamp.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.platform()}, {os.cpu_count()} cores",
-        "problem": problem,
-        "frameworks": {name: _answer(name, pipe) for name, pipe in answers.items()},
-    }
-
-
-def _ask(name: str) -> Connection:
-    """Start a process that sends the description of a framework; it ends with this one at the latest."""
-    context = multiprocessing.get_context("fork")  # starts at once, and knows what is loaded
-    receives, sends = context.Pipe(duplex=False)
-    context.Process(target=_examine, args=(name, sends), daemon=True).start()
-    sends.close()
-    return receives
-
-
-def _examine(name: str, sends: Connection) -> None:
-    os.nice(19 if name in _SLOW else 0)  # the others come first
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)  # for what frameworks log, C++ code included
-    try:
-        found = {"installed": True, **adapters.adapter_named(name).describe()}
-    except Exception as error:
-        found = {"installed": False, "why": adapters.why_broken(name, error)}
-    sends.send(json.dumps(found))  # a version may be an object of the framework's
-
-
-def _answer(name: str, receives: Connection) -> dict[str, Any]:
-    try:
-        if receives.poll():
-            answer: dict[str, Any] = json.loads(receives.recv())
-            return answer
-    except EOFError:
-        return {"installed": False, "why": adapters.why_broken(name, SystemError("the process ended"))}
-    found = [one for package in (name, f"{name}-cpu") for one in metadata.distributions(name=package)]
-    notes = [f"not asked for devices, since it takes long to load: polyamp doctor {name} waits for it"]
-    return {"installed": True, "version": found[0].version if found else "", "devices": [], "notes": notes}
-
-
 def _print_diagnosis(found: dict[str, Any]) -> None:
     console.print(f"polyamp {found['polyamp']}, Python {found['python']}, {found['system']}", highlight=False)
     if found["problem"]:
@@ -126,20 +87,9 @@ def _print_diagnosis(found: dict[str, Any]) -> None:
         return
     table = Table("framework", "version", "device", "fast formats", "notes")
     for name, framework in found["frameworks"].items():
-        for row in _doctor_rows(name, framework):
+        for row in rows_of(name, framework):
             table.add_row(*map(escape, row))  # escaping keeps the extra in pip install "polyamp[...]"
     console.print(table)
-
-
-def _doctor_rows(name: str, framework: dict[str, Any]) -> list[list[str]]:
-    if not framework["installed"]:
-        state = "not installed" if "is not installed" in framework["why"] else "broken"
-        return [[name, state, "", "", framework["why"]]]
-    rows = [["", "", one["name"], ", ".join(one["fast"]) or "none", ""] for one in framework["devices"]]
-    rows = rows or [[""] * 5]
-    rows[0][:2] = [name, framework["version"]]
-    rows[0][4] = "\n".join(framework["notes"])
-    return rows
 
 
 @app.command()
@@ -173,6 +123,162 @@ def demo(
         write_json(digits.report(examples, done), json_file)
     if plot_file:
         digits.plot(done, str(plot_file))
+
+
+@app.command()
+def explain(
+    target: StepTarget,
+    policy: PolicyName = None,
+    json_file: JsonFile = None,
+    backend: Backend = None,
+    engine: Annotated[str | None, typer.Option("--engine", help="rewrite, or in PyTorch autocast.")] = None,
+) -> None:
+    """Show the format of every operation of a step, and why. Exit code 3: a rule of the policy matches nothing."""
+    step = step_of(target)
+    chosen = sixteen_bit(step.options.get("policy") if policy is None else policy)
+    plan = step.call(polyamp.explain, policy=chosen, backend=backend, engine=engine)
+    _show([plan], plan.as_dict(), json_file)
+    raise typer.Exit(FINDINGS if plan.unused_rules else 0)
+
+
+@app.command()
+def diagnose(
+    target: StepTarget,
+    policy: PolicyName = None,
+    scale: Annotated[
+        float | None, typer.Option("--scale", help="Loss scale; by default that of the step or policy.")
+    ] = None,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    backend: Backend = None,
+) -> None:
+    """Report what is wrong with a step in 16 bits, which loss scales are safe, and what to do.
+
+    Exit code 3: something is found before or in the step, or no loss scale is safe.
+    """
+    step = step_of(target)
+    found = step.call(polyamp.lint, policy=policy, backend=backend)
+    verdict = step.call(polyamp.diagnose, policy=policy, backend=backend, scale=scale)
+    values = {**verdict.as_dict(), "probe": verdict.probe.as_dict(), "lint": found.as_dict()}
+    _show([found, verdict.probe, verdict], values, json_file)
+    if plot_file is not None:
+        verdict.probe.plot(plot_file)
+    is_bad = verdict.kind not in ("finite", "scale") or not verdict.probe.is_safe
+    raise typer.Exit(FINDINGS if found.errors or found.warnings or is_bad else 0)
+
+
+@app.command()
+def parity(
+    target: Annotated[str, typer.Argument(help=_TRAIN, metavar="MODULE:FUNCTION", show_default=False)],
+    policy: Annotated[list[str] | None, typer.Option(help="Policy, by name; may be repeated.  [mixed_float16]")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=FIRST_LOOK, help="Seeds, unless the answer is clear before.  [10]")
+    ] = None,
+    margin: Annotated[str | None, typer.Option(help=f"{_MARGIN}  [0.5%]")] = None,
+    metric: Annotated[
+        str | None, typer.Option(help="Which metric, if there are several; by default the first.")
+    ] = None,
+    better: Annotated[
+        Literal["higher", "lower"] | None, typer.Option(help="Which is better; by default as the metric's name tells.")
+    ] = None,
+    alpha: Annotated[float | None, typer.Option(help="Chance of a wrong verdict.  [0.05]")] = None,
+    controls: Annotated[bool | None, typer.Option(help="Train the negative controls too.  [yes]")] = None,
+    stop_early: Annotated[bool | None, typer.Option(help="Stop as soon as the answer is clear.  [yes]")] = None,
+    first_seed: Annotated[int | None, typer.Option(help="The first seed.  [0]")] = None,
+    keep: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Add every run to this file, and take those it has from there.")
+    ] = None,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+) -> None:
+    """Train over seeds in float32 and under policies, and report whether the results are equivalent.
+
+    Exit code 3: a policy is worse. 4: not yet known, more seeds are needed. 5: the task cannot tell.
+    """
+    _check_files(json_file, plot_file)
+    options = {"policy": policy, "seeds": seeds, "margin": margin, "metric": metric, "better": better, "alpha": alpha}
+    options |= {"controls": controls, "stop_early": stop_early, "first_seed": first_seed, "keep": keep}
+    try:
+        with _printing_elsewhere(json_file):
+            found = training_of(target).call(polyamp.parity, **options)
+    except KeyboardInterrupt:
+        kept = f"finished runs are in {keep}: the same command goes on" if keep else "--keep FILE would keep the runs"
+        print(f"\ninterrupted: {kept}", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+    _show([found], found.as_dict(), json_file)
+    if plot_file is not None:
+        found.plot(plot_file)
+    raise typer.Exit(OF_VERDICTS[found.verdict])
+
+
+@app.command(context_settings={"allow_interspersed_args": False})  # what follows the script is its own
+def run(
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A Python file, folder or module.", show_default=False)
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="The script's own.", show_default=False)
+    ] = None,
+    policy: Annotated[
+        str | None,
+        typer.Option("--policy", help="Train under this policy, by name. Without it only shims are installed."),
+    ] = None,
+    report: Annotated[Path | None, typer.Option("--report", metavar="FILE", help="Write the report as JSON.")] = None,
+    is_module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module, as after python -m.")] = False,
+) -> None:
+    """Run a script unmodified: supply modules that it lacks, such as apex, and with --policy turn mixed precision on.
+
+    The report goes to standard error. The exit code is the script's; it is 1 if the script cannot be run safely.
+    """
+    if not is_module and not Path(script).is_file() and not Path(script, "__main__.py").is_file():
+        raise InvalidValueError(
+            "there is no such script",
+            where="polyamp run",
+            found=script,
+            allowed="a Python file, or a folder with __main__.py; after -m the name of a module",
+            fix="options of polyamp run come before the script, the script's own after it",
+        )
+    _check_files(None if report is None else str(report))
+    chosen = None if policy is None else polyamp.policy(policy)
+    hook, sys.excepthook = sys.excepthook, sys.__excepthook__  # typer's is not the one that a script expects
+    try:
+        error = run_script(script, arguments or (), is_module=is_module, policy=chosen, report=report)
+        if isinstance(error, SystemExit):
+            raise error
+        if error is not None:
+            sys.excepthook(type(error), error, error.__traceback__)  # the script's own, if it set one
+            raise SystemExit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
+    finally:
+        sys.excepthook = hook
+
+
+# --- output ----------------------------------------------------------------------------------------------------------
+
+
+def _check_files(json_file: str | None, plot_file: str | None = None) -> None:
+    """Refuse files that cannot be written, before a command that takes long."""
+    if plot_file is not None:
+        figure_for(plot_file, (1, 1))
+    for path in (Path(name) for name in (json_file, plot_file) if name not in (None, STDOUT)):
+        if path.is_dir() or not path.parent.is_dir():
+            raise unwritable(str(path), "it is a folder" if path.is_dir() else f"there is no folder {path.parent}")
+
+
+@contextmanager
+def _printing_elsewhere(json_file: str | None) -> Iterator[None]:
+    """Send what the user's code prints to standard error, if standard output is for JSON."""
+    with redirect_stdout(sys.stderr) if json_file == STDOUT else nullcontext():
+        yield
+
+
+def _show(reports: Sequence[Report], values: Mapping[str, Any], json_file: str | None) -> None:
+    """Print reports and write their JSON; ``-`` is standard output, and then nothing else is printed there."""
+    if json_file == STDOUT:
+        print(json.dumps(values, indent=1, allow_nan=False))
+        return
+    print(*reports, sep="\n\n")
+    if json_file is not None:
+        write_json(values, json_file)
 
 
 def main() -> None:

@@ -7,11 +7,12 @@ A function in the entry-point group ``polyamp.scripts`` does it for each package
 from __future__ import annotations
 
 import functools
+import os
 import runpy
 import sys
 import sysconfig
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -22,8 +23,10 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import polyamp
+from polyamp.diagnosis.health import health
 from polyamp.errors import UsageError, warn_once
 from polyamp.policies import Policy
+from polyamp.report import Report
 
 _FOLDERS = {Path(polyamp.__file__).parent, Path(polyamp.__file__).parent / "backends"}
 _OURS = tuple(f"{one}/" for folder in _FOLDERS for one in (folder, folder.resolve()))
@@ -220,3 +223,89 @@ def execute(target: str, arguments: Sequence[str], is_module: bool) -> None:
             runpy.run_path(str(file), run_name="__main__")
     finally:
         sys.argv, sys.path = before
+
+
+def run_script(
+    target: str,
+    arguments: Sequence[str] = (),
+    *,
+    is_module: bool = False,
+    policy: Policy | None = None,
+    report: Path | None = None,
+) -> BaseException | None:
+    """Run a script, report at the end, and return the exception that ended it, without the frames that called it."""
+    session, error = Session(policy), None
+    with session:
+        try:
+            Finder(session).install()
+            execute(target, arguments, is_module)
+        except BaseException as raised:
+            error = raised
+        if os.environ.get("RANK", "0") == "0":  # of the ranks that torchrun starts, the first one reports
+            made = _RunReport(session, target, arguments, error)
+            print(end="", flush=True)
+            if sys.stderr is not None:
+                print(made, file=sys.stderr, flush=True)
+            if report is not None:
+                made.save(report)
+    if session.refusal is not None:
+        raise session.refusal.with_traceback(None) from None  # also if the script caught it
+    while error is not None and (trace := error.__traceback__) and not is_script(trace.tb_frame.f_code.co_filename):
+        error.__traceback__ = trace.tb_next
+    return error
+
+
+class _RunReport(Report):
+    """Reports how a script ended, what it used, what ran in which format, and what went badly."""
+
+    def __init__(self, session: Session, target: str, arguments: Sequence[str], error: BaseException | None) -> None:
+        self._session, self._script, self._arguments = session, target, list(arguments)
+        self._health = [health(one) for one in session.holders]
+        self._exit = "ended" if error is None else f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+        if session.refusal is not None:
+            self._exit = "refused"
+        elif isinstance(error, SystemExit):
+            self._exit = f"exit code {int(error.code if isinstance(error.code, int) else error.code is not None)}"
+        self._verdicts = list(self._find_verdicts()) if session.refusal is None else []
+
+    def as_dict(self) -> dict[str, Any]:
+        session = self._session
+        return {
+            "script": self._script,
+            "arguments": self._arguments,
+            "policy": None if session.policy is None else str(session.policy),
+            "exit": self._exit,
+            "supplied": sorted(session.supplied),
+            "interfaces": [{"interface": one, "where": where} for one, where in session.interfaces.items()],
+            "operations": session.operations,
+            "health": [one.as_dict() for one in self._health],
+            "refusal": None if session.refusal is None else str(session.refusal),
+            "verdicts": self._verdicts,
+        }
+
+    def heading(self) -> str:
+        session = self._session
+        lines = [f"polyamp run {self._script}: {self._exit}; {session.policy or 'no policy'}"]
+        lines += [f"supplied: {', '.join(sorted(session.supplied))}"] if session.supplied else []
+        lines += [f"used: {one} at {where}" for one, where in session.interfaces.items()]
+        return "\n".join([*lines, *(f"loss scale: {one}" for one in self._health)])
+
+    def rows(self) -> list[tuple[str, ...]]:
+        ran = self._session.operations.items()
+        rows = [(name, ", ".join(f"{form} {count}" for form, count in forms.most_common())) for name, forms in ran]
+        return [("operation", "ran in"), *rows] if rows else []
+
+    def sentences(self) -> list[str]:
+        return [f"verdict: {one}" for one in self._verdicts]
+
+    def _find_verdicts(self) -> Iterator[str]:
+        session, low = self._session, {"float16", "bfloat16"}
+        for one in self._health:
+            if one.steps and one.skipped == one.steps:
+                yield f"All {one.steps:,} steps were skipped, so nothing was trained. {one.finding}"
+            elif one.alarming:
+                yield f"Loss scaling: {one.why}. {one.finding}"
+        yield from (f"Gradients were not checked: {why}." for why in session.unchecked)
+        wants_low = session.policy is not None and session.policy.compute in low and self._exit == "ended"
+        if wants_low and all(low.isdisjoint(forms) for forms in session.operations.values()):
+            yield "Nothing ran in 16 bits: nothing changed. Start processes with torchrun; others are not followed."

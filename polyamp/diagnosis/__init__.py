@@ -1,1 +1,1 @@
-"""The effect of precision on a model: recordings of one step, and the core's conclusions from them."""
+"""Questions about a run: why it fails, how it goes, and whether it is as accurate. A file for each verb."""

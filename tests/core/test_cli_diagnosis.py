@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from polyamp import cli
-from polyamp.commands.target import load, step_of
+from polyamp.target import load, step_of
 
 TARGETS = """
 def step(*batch):

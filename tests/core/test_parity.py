@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import polyamp
-from polyamp.comparison import Comparison, Question, Run, alpha_at, paired, unpaired
-from polyamp.equivalence import add_run, better_of, read_runs
+from polyamp.diagnosis.comparison import Comparison, Question, Run, alpha_at, paired, unpaired
+from polyamp.diagnosis.parity import add_run, better_of, read_runs
 from polyamp.errors import (
     InvalidTypeError,
     InvalidValueError,

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from polyamp.cli import app
-from polyamp.comparison import Comparison, Parity
+from polyamp.diagnosis.comparison import Comparison, Parity
 from polyamp.errors import InvalidValueError, UsageError
 from support.seeded_runs import compared, quiet, task
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from polyamp.comparison import Run
-from polyamp.equivalence import add_run, read_runs
+from polyamp.diagnosis.comparison import Run
+from polyamp.diagnosis.parity import add_run, read_runs
 from polyamp.errors import InvalidValueError, forget_warnings
 from polyamp.flow import Rule
 from polyamp.plan import report_nothing_lowered, report_refused, report_unused

@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from polyamp import cli
-from polyamp.commands.run import run_script
 from polyamp.errors import InvalidValueError, UsageError
 from polyamp.policies import policy as make_policy
+from polyamp.run import run_script
 
 FACTS = """
 import pickle, sys

@@ -15,8 +15,8 @@ import torch
 
 from polyamp import policy as make_policy
 from polyamp.backends.torch import run as running
-from polyamp.commands.run import run_script
 from polyamp.errors import PolyampDeprecationWarning, UsageError, forget_warnings
+from polyamp.run import run_script
 from support.harness_torch import skipping_on_device
 
 SCRIPTS = Path(__file__).parents[1] / "support" / "scripts"

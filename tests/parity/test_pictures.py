@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from polyamp import comparison as comparisons
-from polyamp.comparison import Comparison, Parity
 from polyamp.diagnosis import pictures
+from polyamp.diagnosis.comparison import Comparison, Parity
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind, Observation, Recording
 from polyamp.errors import InvalidValueError

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import polyamp
-from polyamp.comparison import Comparison, Parity, Question, Run
+from polyamp.diagnosis.comparison import Comparison, Parity, Question, Run
 
 
 def runs(values: Iterable[float]) -> tuple[Run, ...]:

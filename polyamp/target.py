@@ -14,11 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyamp.diagnosis.diagnose import diagnose
-from polyamp.diagnosis.lint import lint
-from polyamp.equivalence import parity
+import polyamp
 from polyamp.errors import InvalidTypeError, InvalidValueError, shown
-from polyamp.rewriting import explain
 
 FORMS = 'a step; (step, *arguments); or {"step": step, "args": (...), "optimizer": ..., "policy": ...}'
 
@@ -106,7 +103,7 @@ def _module(name: str, text: str) -> Any:
 
 
 def _of_mapping(made: Mapping[str, Any], key: str, text: str) -> Target:
-    verbs: tuple[Callable[..., Any], ...] = (diagnose, explain, lint, parity)
+    verbs: tuple[Callable[..., Any], ...] = (polyamp.diagnose, polyamp.explain, polyamp.lint, polyamp.parity)
     options = {name for verb in verbs for name in _options_of(verb)}
     unknown = sorted(made.keys() - options - {"step", "train", "args", "kwargs"})
     if unknown:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from polyamp import adapters
-from polyamp.comparison import FIRST_LOOK, Better, Comparison, Parity, Question, Run, student
+from polyamp.diagnosis.comparison import FIRST_LOOK, Better, Comparison, Parity, Question, Run, student
 from polyamp.diagnosis.health import health
 from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.errors import (

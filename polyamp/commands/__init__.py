@@ -1,1 +1,0 @@
-"""The commands that examine a user's own step, and what they share."""

@@ -1,8 +1,9 @@
 """Every page of the documentation runs, and prints what it shows.
 
-The Python blocks of a page run in order, in one namespace. A block without a language, below a block of Python or a
-``polyamp`` command, shows what that prints. The comparison leaves numbers out: they differ between machines, and the
-text of the examples between versions of Python. A block of ``py`` is an excerpt of a program in ``examples``.
+The Python blocks of a page run in order, in one namespace, those in tabs too. A block without a language, below a block
+of Python or a ``polyamp`` command, shows what that prints. The comparison leaves numbers out: they differ between
+machines, and the text of the examples between versions of Python. A block of ``py`` is an excerpt of a program in
+``examples``.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import pkgutil
 import re
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,7 +25,8 @@ from polyamp import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
-SHOWN = re.compile(r"^```(python|sh)\n(.*?)^```\n(?:\n?```\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"^ *```(python|sh)\n(.*?)^ *```\n(?:\n?```\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+WIDEST = 76  # columns that a page of the site, and of GitHub on a small screen, shows without a bar to scroll
 
 ELSEWHERE = ["docs/guides/jax_at_scale.md", *(page for page in PAGES if page.startswith("docs/trainers/"))]
 """Pages that another suite runs, since they need more than the frameworks, or several devices."""
@@ -33,7 +37,7 @@ FRAMEWORKS = ("torch", "jax", "keras", "tensorflow")
 def shown(page: str, language: str) -> list[tuple[str, str]]:
     """Return each block of a page in that language, with what is shown below it."""
     found = SHOWN.findall((ROOT / page).read_text())
-    return [(code, output) for kind, code, output in found if kind == language]
+    return [(textwrap.dedent(code), output) for kind, code, output in found if kind == language]
 
 
 def words(text: str) -> set[str]:
@@ -82,6 +86,11 @@ def test_command_prints_what_is_shown(
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_code_is_not_too_wide(page: str) -> None:
+    assert [line for code, _ in shown(page, "python") for line in code.splitlines() if len(line) > WIDEST] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_excerpts_are_in_the_examples(page: str) -> None:
     programs = [path.read_text() for path in (ROOT / "examples").glob("**/*.py")]
     for excerpt in re.findall(r"^```py\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL):
@@ -103,6 +112,12 @@ def test_the_api_page_has_every_public_name(module: str) -> None:
     assert set(importlib.import_module(module).__all__) - {"adapter"} <= listed
 
 
+def test_the_api_page_describes_nothing_twice() -> None:
+    names = re.findall(r"^::: (\S+)", (ROOT / "docs" / "reference" / "api.md").read_text(), re.MULTILINE)
+    described = [pkgutil.resolve_name(name) for name in names]
+    assert [name for place, name in enumerate(names) if described[place] in described[:place]] == []
+
+
 def test_the_messages_that_the_errors_page_quotes_are_in_the_sources() -> None:
     page = (ROOT / "docs" / "reference" / "errors.md").read_text()
     tables = page[page.index("## Errors of a training step") :]
@@ -119,18 +134,23 @@ def test_the_errors_page_explains_every_error(name: str) -> None:
     assert f"`{name}`" in (ROOT / "docs" / "reference" / "errors.md").read_text()
 
 
-def test_the_rooms_of_the_architecture_page_are_those_of_the_adapters() -> None:
+def test_the_files_of_the_architecture_page_exist() -> None:
     page = (ROOT / "docs" / "explain" / "architecture.md").read_text()
-    named = re.findall(r"`((?:polyamp|backends)/[\w./]+)`", page)
+    named = re.findall(r"`((?:polyamp|backends|tests)/[\w./]+)`", page)
+    assert named
     assert [path for path in named if not (ROOT / path).exists()] == []
-    _, _, rows = page.partition("| room |")
-    frameworks = [cell.strip() for cell in rows.partition("\n")[0].split("|")[1:5]]
-    rooms = re.findall(r"^\| `([\w./]+)` \|.*?\|(.*)\|(.*)\|(.*)\|(.*)\|$", rows, re.MULTILINE)
-    assert len(rooms) > 10
-    for room, *cells in rooms:
-        for framework, cell in zip(frameworks, cells, strict=True):
-            found = list((ROOT / "backends" / framework).glob(room if "." in room else f"{room.strip('/')}*"))
-            assert bool(found) == (cell.strip() == "yes"), (room, framework)
+
+
+def test_every_claim_of_the_support_page_is_shown_by_a_test_or_was_seen() -> None:
+    page = (ROOT / "docs" / "support.md").read_text()
+    combinations = page[page.index("## Combinations") : page.index("## Other libraries")]
+    claims = re.findall(r"^\| .* \| (.+) \| (.*) ?\|$", combinations, re.MULTILINE)
+    assert len(claims) > 40
+    assert [
+        claim for claim, shows in claims if claim not in ("untested", "") and not re.search("tests/|by hand", shows)
+    ] == []
+    tests = re.findall(r"`(tests/[\w/.]+)::(\w+)`", combinations)
+    assert [name for file, name in tests if f"def {name}(" not in (ROOT / file).read_text()] == []
 
 
 def test_the_readme_is_at_most_120_lines_long() -> None:

@@ -13,7 +13,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace each notebook by a page of the same address."""
     for file in [file for file in files if file.src_uri.endswith(".ipynb")]:
         notebook = json.loads(Path(str(file.abs_src_path)).read_text())
-        page = File.generated(config, file.src_uri.replace(".ipynb", ".md"), content=as_markdown(notebook))
+        page = File.generated(
+            config,
+            file.src_uri.replace(".ipynb", ".md"),
+            content=as_markdown(notebook),
+        )
         files.remove(file)
         files.append(page)
     return files
@@ -21,7 +25,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def as_markdown(notebook: dict) -> str:
     """Return the cells one after another: text as it is, code and what it printed in fences."""
-    return "\n\n".join(block for cell in notebook["cells"] for block in _blocks(cell)) + "\n"
+    return (
+        "\n\n".join(
+            block for cell in notebook["cells"] for block in _blocks(cell)
+        )
+        + "\n"
+    )
 
 
 def _blocks(cell: dict) -> list[str]:
@@ -29,4 +38,7 @@ def _blocks(cell: dict) -> list[str]:
     if cell["cell_type"] == "markdown":
         return [source]
     printed = ["".join(output["text"]) for output in cell["outputs"]]
-    return [f"```python\n{source}\n```", *(f"```\n{text.rstrip()}\n```" for text in printed)]
+    return [
+        f"```python\n{source}\n```",
+        *(f"```\n{text.rstrip()}\n```" for text in printed),
+    ]

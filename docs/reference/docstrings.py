@@ -20,4 +20,9 @@ class Doctests(griffe.Extension):
 
 def fenced(docstring: str) -> str:
     """Return the docstring with each doctest, up to the next empty line, in a fence."""
-    return DOCTEST.sub(lambda found: f"{found[1]}```pycon\n{found[0].rstrip()}\n{found[1]}```\n", docstring)
+    return DOCTEST.sub(
+        lambda found: (
+            f"{found[1]}```pycon\n{found[0].rstrip()}\n{found[1]}```\n"
+        ),
+        docstring,
+    )

@@ -7,11 +7,10 @@ and warnings are in `polyamp.errors`, all formats in `polyamp.formats`.
 from typing import TYPE_CHECKING, Any
 
 from polyamp.errors import PolyampError, PolyampWarning
-from polyamp.plan import Plan
 from polyamp.policies import Policy, current_policy, policy, set_global_policy
 from polyamp.regions import autocast
-from polyamp.rewriting import explain, rewrite
-from polyamp.scale import LossScale, LossScaleState, StepResult, advance
+from polyamp.scale import StepResult, advance
+from polyamp.settings import LossScale, LossScaleState
 from polyamp.verbs import (
     convert,
     load_loss_scale,
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from polyamp.diagnosis.parity import parity
     from polyamp.diagnosis.probe import probe
     from polyamp.diagnosis.watch import watch
+    from polyamp.plan import Plan
+    from polyamp.rewriting import explain, rewrite
 
 __version__ = "0.1.0"
 
@@ -62,8 +63,13 @@ __all__ = [
     "wrap_optimizer",
 ]
 
-_ON_FIRST_USE = ("calibrate", "diagnose", "health", "lint", "parity", "probe", "watch")
-"""Verbs that training does not need: the module of that name in `polyamp.diagnosis` is loaded when one is used."""
+_ON_FIRST_USE = {
+    "Plan": "plan",
+    "explain": "rewriting",
+    "rewrite": "rewriting",
+    **{verb: f"diagnosis.{verb}" for verb in ("calibrate", "diagnose", "health", "lint", "parity", "probe", "watch")},
+}
+"""The module of each name that a training step does not need. It is loaded when the name is used."""
 
 
 def __getattr__(name: str) -> Any:
@@ -73,7 +79,7 @@ def __getattr__(name: str) -> Any:
         return import_module("polyamp.backends")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"polyamp.diagnosis.{name}"), name)
+    found = getattr(import_module(f"polyamp.{_ON_FIRST_USE[name]}"), name)
     globals()[name] = found
     return found
 

@@ -21,12 +21,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
-from math import inf
-from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from polyamp.errors import (
@@ -34,13 +32,14 @@ from polyamp.errors import (
     MissingFrameworkError,
     PolyampError,
     UnsupportedError,
-    check_options,
     did_you_mean,
     kind_of,
     missing,
     reading,
     shown,
+    unknown_options,
 )
+from polyamp.trees import walk
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from polyamp.diagnosis.recording import Recording
     from polyamp.plan import Plan
     from polyamp.policies import Policy
-    from polyamp.scale import LossScale, LossScaleState
+    from polyamp.settings import LossScale, LossScaleState
 
 
 # --- what an adapter is -----------------------------------------------------------------------------------------------
@@ -329,7 +328,7 @@ def adapter_within(*objects: object) -> Adapter | None:
 
 def adapters_within(*objects: object) -> list[Adapter]:
     """Return the adapters of all objects in or under ``objects``: by the types' modules, else by asking adapters."""
-    leaves = list(_walk(objects))
+    leaves = list(walk(objects))
     if found := _found(leaves):
         return found
     for leaf in leaves:
@@ -455,78 +454,6 @@ def _roots(kind: type) -> Iterator[str]:
         yield parts[2] if parts[:2] == ["polyamp", "backends"] and len(parts) > 2 else parts[0]
 
 
-def _walk(objects: Iterable[object]) -> Iterator[object]:
-    """Yield each object once, then the contents of containers."""
-    seen: dict[int, object] = {}  # what is seen lives on, so that no other object gets its id
-    rest = [*objects][::-1]
-    while rest:
-        obj = rest.pop()
-        if id(obj) not in seen:
-            seen[id(obj)] = obj
-            yield obj
-            rest += [*_parts_of(obj)][::-1]
-
-
-_MOST = 10_000_000  # objects in a tree, with one that is shared counted wherever it is
-
-
-def check_tree(
-    tree: object, where: str, *, children: Callable[[Any], Iterable[object] | None] | None = None, deepest: float = inf
-) -> None:
-    """Refuse containers that a framework's own walk, which goes along every path, would not finish: shared and cyclic.
-
-    >>> check_tree([[1], {"a": 2}], "here")
-
-    Args:
-        tree: the tree.
-        where: the call that got it, for the error.
-        children: a function that returns a container's contents, and nothing for a leaf; by default those of Python's
-            containers, dataclasses and attrs classes.
-        deepest: the levels that the framework can walk.
-    """
-    sizes: dict[int, float] = {}
-    containers: list[object] = []  # they live on, so that no other object gets their ids
-    rest: list[tuple[object, int, list[object] | None]] = [(tree, 0, None)]
-    while rest:
-        obj, depth, parts = rest.pop()
-        if parts is not None:
-            sizes[id(obj)] = 1 + sum(sizes[id(part)] for part in parts)
-        elif id(obj) not in sizes:
-            if depth > deepest:
-                raise too_deep(where)
-            sizes[id(obj)] = inf  # until its parts are counted; a cycle finds it
-            parts = [*((children or _parts_of)(obj) or ())]
-            containers.append(obj)
-            rest += [(obj, depth, parts), *((part, depth + 1, None) for part in parts)]
-    if sizes[id(tree)] > _MOST:
-        raise InvalidTypeError(
-            "containers that contain each other, or share parts many times over",
-            where=where,
-            found=f"more than {_MOST:,} containers and leaves",
-            allowed="trees",
-            fix="put each part into the tree once",
-        )
-
-
-def _parts_of(obj: object) -> Iterable[object]:
-    """Return the contents of a container, or the fields of a dataclass or an attrs class."""
-    if isinstance(obj, str | bytes | type):
-        return ()
-    with reading(obj, where="the arguments"):
-        return _contents(obj)
-
-
-def _contents(obj: Any) -> Iterable[object]:
-    if isinstance(obj, Mapping):
-        return tuple(obj.values())
-    if isinstance(obj, list | tuple | set | frozenset | deque | UserList):
-        return tuple(obj)
-    fields: Any = getattr(type(obj), "__dataclass_fields__", ()) or getattr(type(obj), "__attrs_attrs__", ())
-    names = [field if isinstance(field, str) else field.name for field in fields]
-    held = {**getattr(obj, "__dict__", {}), **{name: getattr(obj, name, None) for name in names}}
-    return tuple(held.values()) if names or isinstance(obj, SimpleNamespace) else ()
-
-
 # --- the way from a verb to an adapter --------------------------------------------------------------------------------
 
 
@@ -546,23 +473,26 @@ def having(adapter: Adapter, verb: str, options: Mapping[str, Any] | None = None
     return adapter
 
 
+def check_options(
+    method: Callable[..., Any], given: Mapping[str, Any], *, where: str, elsewhere: Mapping[str, str] | None = None
+) -> None:
+    """Refuse options that an adapter's method does not have as keyword-only parameters."""
+    parameters = inspect.signature(method).parameters.values()
+    known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
+    unknown = [name for name in given if name not in known]
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return
+    if unknown:
+        rest = "leave it out; docs/frameworks.md lists what each framework has"
+        raise unknown_options(unknown, known, where=where, fix=rest, elsewhere=elsewhere)
+
+
 def adapter_for(backend: str | None, obj: Any, *, where: str) -> Adapter:
     """Return the named adapter, or else the adapter of the first object in or under ``obj`` that has one."""
     found = adapter_within(obj) if backend is None else adapter_named(backend)
     if found is None:
         raise no_adapter(obj, where=where)
     return found
-
-
-def too_deep(where: str) -> InvalidTypeError:
-    """Return the error for arguments that are nested too deeply for a framework's own walk."""
-    return InvalidTypeError(
-        "Python's limit of recursion is exceeded",
-        where=where,
-        found="containers that are nested too deeply, or a function that calls itself without end",
-        allowed=f"{sys.getrecursionlimit()} calls",
-        fix="give the parts one by one",
-    )
 
 
 def offering(
@@ -574,7 +504,7 @@ def offering(
     # Plain values and NumPy arrays do not show their framework, although some frameworks accept them. Tried in order:
     # the objects' types; the framework that a function's code names; an adapter that owns one of the objects; the only
     # loaded adapter that offers the verb. If none of them offers it, the first adapter found is refused.
-    leaves = list(_walk([objects]))
+    leaves = list(walk([objects]))
     typed, found = _found(leaves, _by_root), _found(leaves)
     named = next(filter(None, (adapter_named_in(verb, leaf) for leaf in leaves)), None)
     able = [one for one in (*typed, named, *found) if hasattr(one, verb)]

@@ -18,7 +18,8 @@ from polyamp.adapters import Adapter
 from polyamp.errors import missing
 from polyamp.policies import policy
 from polyamp.report import figure_for, power, save_figure
-from polyamp.scale import LossScale, StepResult
+from polyamp.scale import StepResult
+from polyamp.settings import LossScale
 
 # The scale grows every 40 steps instead of 2 000, so that a short run shows growth, an overflow and a skipped step.
 POLICIES = {

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 import warnings
 from collections import UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import islice
 from types import SimpleNamespace
@@ -292,20 +291,6 @@ def did_you_mean(found: object, known: Iterable[str]) -> str:
     return f"did you mean {by_lower[nearest[0]]}? " if nearest else ""
 
 
-def check_options(
-    method: Callable[..., Any], given: Mapping[str, Any], *, where: str, elsewhere: Mapping[str, str] | None = None
-) -> None:
-    """Refuse options that an adapter's method does not have as keyword-only parameters."""
-    parameters = inspect.signature(method).parameters.values()
-    known = [one.name for one in parameters if one.kind is one.KEYWORD_ONLY]
-    unknown = [name for name in given if name not in known]
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return
-    if unknown:
-        rest = "leave it out; docs/frameworks.md lists what each framework has"
-        raise unknown_options(unknown, known, where=where, fix=rest, elsewhere=elsewhere)
-
-
 def unknown_options(
     unknown: Sequence[str],
     known: Sequence[str],
@@ -337,9 +322,6 @@ def check_master_weights(value: object) -> None:
 
 # --- errors that several adapters raise -------------------------------------------------------------------------------
 
-NONFINITE_LOSS = "the loss was not finite before scaling: a smaller scale cannot help"
-"""The reason for a step that was skipped because its loss was inf or NaN; used by `StepResult.reason`."""
-
 
 def missing(package: str, *, extra: str) -> MissingFrameworkError:
     """Return the error for a package that is not installed, with the extra that installs it."""
@@ -360,31 +342,6 @@ def missing_trainer(error: ModuleNotFoundError, *, where: str) -> MissingFramewo
         found=f"no module named {error.name!r}",
         fix=f"pip install {package}",
     )
-
-
-def non_finite_loss(
-    found: object, *, where: str = "scaling the loss", compute: str | None = None
-) -> NonFiniteLossError:
-    """Return the error for a loss that was inf or NaN before scaling."""
-    return NonFiniteLossError(
-        NONFINITE_LOSS,
-        where=where,
-        found=found,
-        allowed="a finite loss",
-        fix=f"{look_for_nonfinite(compute)}; parameters and optimizer state were not changed",
-    )
-
-
-def look_for_nonfinite(compute: str | None) -> str:
-    """Describe where a non-finite loss may come from: float16 overflow, or a cause that float32 has too."""
-    elsewhere = "look for inf or NaN in the data and the parameters"
-    if compute == "float16":
-        return (
-            f"float16 may have overflowed in the forward pass: polyamp.diagnose names the operation; else {elsewhere}"
-        )
-    if compute is None:
-        return f"{elsewhere}; under float16 the forward pass may have overflowed: polyamp.diagnose names the operation"
-    return f"{compute} has the range of float32, so {elsewhere}" if compute == "bfloat16" else elsewhere
 
 
 def unscaled_loss(*, where: str, fix: str) -> UsageError:

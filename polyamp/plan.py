@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from polyamp.errors import check_arguments, is_integer, warn_once
+from polyamp.errors import check_arguments, is_integer
 from polyamp.flow import Decision, Flow, Rule, Value, constant, decide, flow, parameter, table, unused
 from polyamp.policies import Policy
 from polyamp.report import Report, aligned, in_bytes, plural
@@ -229,33 +229,3 @@ class Decider:
 def unused_in(parts: Sequence[Decider]) -> list[Rule]:
     """Return the policy's own rules that matched nothing in any part of a program."""
     return unused(parts[0].policy.own_rules, {key for part in parts for key in part.decisions})
-
-
-# --- reports ----------------------------------------------------------------------------------------------------------
-
-NO_PRODUCTS = "it has no float32 operation of class lower, such as matmul and conv"
-"""The usual reason why nothing was lowered."""
-
-
-def report_unused(rules: Iterable[Rule], *, where: str, paths: str, of: object = "", stacklevel: int = 2) -> None:
-    """Warn of each rule that matched nothing."""
-    for rule in rules:
-        warn_once(
-            f"the rule {rule.pattern!r}{of and f' of {of}'} matched nothing in {where}: it names neither an operation "
-            f"(see docs/operations.md) nor {paths} there. polyamp.explain lists what there is.",
-            stacklevel=stacklevel + 1,
-        )
-
-
-def report_nothing_lowered(
-    verb: str, compute: str, *, where: str, why: str = NO_PRODUCTS, remedy: str = "", stacklevel: int = 2
-) -> None:
-    """Warn that a program runs as it did before."""
-    remedy = remedy or "polyamp.explain shows the reason for each operation."
-    warn_once(f"{verb} to {compute} changed nothing in {where}: {why}. {remedy}", stacklevel=stacklevel + 1)
-
-
-def report_refused(refused: Mapping[str, str], *, where: str, of: object, stacklevel: int = 2) -> None:
-    """Warn of each rule that no kernel can follow."""
-    for missing, rule in refused.items():
-        warn_once(f"{rule} of {of} has no effect in {where}: {missing}.", stacklevel=stacklevel + 1)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -14,187 +12,16 @@ from polyamp.errors import (
     InvalidTypeError,
     InvalidValueError,
     check_arguments,
-    did_you_mean,
     reading,
     shown,
     unknown_options,
-    warn_once,
     wrong_type,
 )
 from polyamp.flow import Decision, Rule, decide, parse_rules
 from polyamp.formats import format_of, name_of_dtype
-from polyamp.scale import LossScale
-
-# --- the spellings of policies ----------------------------------------------------------------------------------------
-
-_FIELDS = {"p": "param", "param": "param", "params": "param", "c": "compute", "compute": "compute"}
-_FIELDS |= {"o": "output", "output": "output"}
-
-
-@dataclass(frozen=True)
-class _Words:
-    """The parts of a policy that a text states; the rest is decided elsewhere."""
-
-    formats: dict[str, str] = field(default_factory=dict)
-    rules: tuple[Rule, ...] | None = None
-    loss_scale: LossScale | None = None
-    name: str | None = None  # the recognised word
-    label: str = ""
-
-
-def default_rules(param: str, compute: str, output: str) -> tuple[Rule, ...]:
-    """Return the rules that the formats imply: none, except for pure 16-bit policies."""
-    # The operation table keeps norms in float32 inside. Pure 16-bit policies lower them, as Keras and Apex O3 do.
-    pure = param == compute == output and format_of(compute).is_low
-    return (Rule("*_norm", "lower"),) if pure else ()
-
-
-def default_loss_scale(compute: str) -> LossScale:
-    """Return a dynamic loss scale for float16, whose gradients underflow; for other low formats a check alone."""
-    if compute == "float16":
-        return LossScale()
-    return LossScale.skip_nonfinite() if format_of(compute).is_low else LossScale.none()
-
-
-def _word(formats: str, loss_scale: LossScale | None = None) -> _Words:
-    return _Words(dict(zip(("param", "compute", "output"), formats.split(), strict=True)), None, loss_scale)
-
-
-_WORDS: dict[str, _Words] = {
-    "float32": _word("float32 float32 float32"),
-    "float64": _word("float64 float64 float64"),
-    "mixed_float16": _word("float32 float16 float32"),
-    "mixed_bfloat16": _word("float32 bfloat16 float32"),
-    "float16": _word("float16 float16 float16"),
-    "bfloat16": _word("bfloat16 bfloat16 bfloat16"),
-    "O2": _word("float16 float16 float32"),
-    "O3": _word("float16 float16 float16", LossScale.skip_nonfinite()),
-}
-
-SAME_AS: dict[str, str] = {
-    # jmp
-    "full": "float32",
-    "half": "float16",
-    "f64": "float64",
-    "f32": "float32",
-    "f16": "float16",
-    # Apex amp, frontend.py
-    "O0": "float32",
-    "O1": "mixed_float16",
-    # Lightning and Fabric, plugins/precision
-    "64-true": "float64",
-    "32-true": "float32",
-    "16-mixed": "mixed_float16",
-    "bf16-mixed": "mixed_bfloat16",
-    "16-true": "float16",
-    "bf16-true": "bfloat16",
-    # Hugging Face accelerate: mixed_precision=
-    "no": "float32",
-    "fp32": "float32",
-    "fp16": "mixed_float16",
-    "bf16": "mixed_bfloat16",  # in jmp it means pure bfloat16; the many trainers that use it mean mixed
-    # MosaicML Composer
-    "amp_fp16": "mixed_float16",
-    "amp_bf16": "mixed_bfloat16",
-}
-
-_COMMON = ("mixed_float16", "mixed_bfloat16", "float32", "float16", "bfloat16", "O2")
-WORDS: tuple[str, ...] = (*_WORDS, *SAME_AS)
-_DEVICES = ("cuda", "cpu", "gpu", "tpu", "mps", "xpu", "hpu")  # torch.autocast needs a device; a policy does not
-_BY_LOWER = {word.lower(): SAME_AS.get(word, word) for word in WORDS}
-
-
-def _read(text: str, *, where: str) -> _Words:
-    """Parse one policy text: a word or ``key=format`` pairs, then optionally a JSON object of further settings."""
-    head, brace, tail = text.partition("{")
-    words = _read_pairs(head, where) if "=" in head else _read_word(head, where)
-    if not brace:
-        return words
-    settings = _read_settings(brace + tail, where)
-    rules = parse_rules(settings["rules"], where=where) if "rules" in settings else words.rules
-    scale = LossScale.from_dict(settings["loss_scale"]) if "loss_scale" in settings else words.loss_scale
-    return _Words(words.formats, rules, scale, words.name, settings.get("name", ""))
-
-
-def _write(param: str, compute: str, output: str, rules: tuple[Rule, ...], loss_scale: LossScale, label: str) -> str:
-    """Return the text that `read` parses back to the same settings."""
-    formats = {"param": param, "compute": compute, "output": output}
-    default_scale = default_loss_scale(compute)
-    alike = {
-        word: meaning.loss_scale or default_scale for word, meaning in _WORDS.items() if meaning.formats == formats
-    }
-    word = next((word for word, scale in alike.items() if scale == loss_scale), next(iter(alike), None))
-    settings: dict[str, object] = {}
-    if rules != default_rules(param, compute, output):
-        settings["rules"] = dict(rules)
-    if loss_scale != (alike[word] if word else default_scale):
-        settings["loss_scale"] = loss_scale.to_dict()
-    if label:
-        settings["name"] = label
-    head = word or f"params={param},compute={compute},output={output}"
-    return f"{head} {json.dumps(settings)}" if settings else head
-
-
-def _read_word(text: str, where: str) -> _Words:
-    words = text.replace(",", " ").split()
-    if not words:
-        raise _bad("blank policy", where, text)
-    meanings = {_BY_LOWER.get(word.lower()) for word in words}
-    if None in meanings:
-        unknown = next(word for word in words if word.lower() not in _BY_LOWER)
-        raise _bad("unknown policy", where, text, _hint(unknown))
-    if len(words) > 1:
-        raise _bad("repeated policy words" if len(meanings) == 1 else "contradictory policy words", where, text)
-    name = meanings.pop()
-    assert name is not None
-    meaning = _WORDS[name]
-    return _Words(dict(meaning.formats), meaning.rules, meaning.loss_scale, name)
-
-
-def _read_pairs(text: str, where: str) -> _Words:
-    formats: dict[str, str] = {}
-    for part in text.split(","):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not (key and equals and value):
-            raise _bad("blank word in a policy", where, text)
-        if key.lower() not in _FIELDS:
-            raise _bad(f"unknown policy key {key!r}", where, text, did_you_mean(key, _FIELDS))
-        name = _FIELDS[key.lower()]
-        if name in formats:
-            raise _bad(f"{name} appears twice", where, text)
-        formats[name] = format_of(value, where=f"{where}: {part.strip()}").name
-    return _Words(formats)
-
-
-def _read_settings(text: str, where: str) -> dict[str, Any]:
-    try:
-        settings: dict[str, Any] = json.loads(text)  # text that starts with a brace can only be an object
-    except json.JSONDecodeError as error:
-        raise _bad(f"a policy's settings are not a JSON object ({error})", where, text) from error
-    unknown = sorted(set(settings) - {"rules", "loss_scale", "name"})
-    if unknown:
-        raise _bad(f"unknown policy settings {', '.join(unknown)}", where, text)
-    return settings
-
-
-def _hint(word: str) -> str:
-    """Suggest a replacement for a word that is not a policy."""
-    if word.partition(":")[0].lower() in _DEVICES:
-        return "no device is needed, every one is covered: give a policy, for example mixed_float16. "
-    return did_you_mean(word, WORDS)
-
-
-def _bad(what: str, where: str, found: str, hint: str = "") -> InvalidValueError:
-    return InvalidValueError(
-        what,
-        where=where,
-        found=shown(found),
-        allowed=f"{', '.join(_COMMON)}, and others of docs/reference/policies.md; or params=FORMAT,compute=FORMAT",
-        fix=f"{hint}{'Else use' if hint else 'use'} one name of a policy, or each key once",
-    )
-
-
-# --- policies ---------------------------------------------------------------------------------------------------------
+from polyamp.settings import LossScale
+from polyamp.spellings import WORDS, Words, default_loss_scale, default_rules, read, write
+from polyamp.trees import too_deep
 
 Tree = TypeVar("Tree")
 
@@ -365,7 +192,7 @@ class Policy:
 
     def __str__(self) -> str:
         """Return a text that `policy` parses back to an equal policy."""
-        return _write(self.param, self.compute, self.output, self.rules, self.loss_scale, self.name)
+        return write(self.param, self.compute, self.output, self.rules, self.loss_scale, self.name)
 
     def __enter__(self) -> Policy:
         enter(self, self)
@@ -434,7 +261,7 @@ def policy(
     if isinstance(spec, Policy):
         base = _from_policy(spec, formats)
     elif spec is None or isinstance(spec, str):
-        base = _from_words(_Words() if spec is None else _read(spec, where=where), formats, where)
+        base = _from_words(Words() if spec is None else read(spec, where=where), formats, where)
     else:
         raise wrong_type(
             spec, where=where, allowed="a Policy or a string", fix='pass a name, for example "mixed_float16"'
@@ -512,7 +339,7 @@ def set_global_policy(spec: Policy | str) -> Policy:
     return _global_policy
 
 
-def _from_words(words: _Words, formats: dict[str, str], where: str) -> Policy:
+def _from_words(words: Words, formats: dict[str, str], where: str) -> Policy:
     named = words.formats
     for key, value in formats.items():
         contradicts_word = words.name is not None and key == "compute"
@@ -532,7 +359,7 @@ def _from_words(words: _Words, formats: dict[str, str], where: str) -> Policy:
     return Policy(param, compute, output, rules, scale, words.label)
 
 
-_BY_WORD = {word: _from_words(_read(word, where=""), {}, "") for word in WORDS}
+_BY_WORD = {word: _from_words(read(word, where=""), {}, "") for word in WORDS}
 
 
 def as_policy(spec: Policy | str) -> Policy:
@@ -597,82 +424,5 @@ def _cast(tree: Tree, format_name: str) -> Tree:
         for adapter in adapters.adapters_within(tree) or adapters.adapters_within(*hidden):
             tree = adapter.cast(tree, format_name)
     except RecursionError as error:
-        raise adapters.too_deep("policy.cast_to_compute(tree), or another cast") from error
+        raise too_deep("policy.cast_to_compute(tree), or another cast") from error
     return tree
-
-
-# --- reports ----------------------------------------------------------------------------------------------------------
-
-
-def chosen_policy(policy: Policy | None, call: str, *, stacklevel: int = 2) -> Policy:
-    """Return a policy, or else the current one; warn once if nobody chose that one and it changes nothing."""
-    chosen = current_policy() if policy is None else policy
-    if policy is None and not in_policy() and not chosen.casts:
-        verb = call.partition("(")[0]
-        warn_once(
-            f"{call} without a policy takes the current one, {chosen}, which changes nothing: pass a policy, as in "
-            f"{_WITH_POLICY[verb]}, or call polyamp.set_global_policy first.",
-            stacklevel=stacklevel + 1,
-        )
-    return chosen
-
-
-_WITH_POLICY = {
-    "autocast": 'polyamp.autocast("mixed_float16")',
-    "rewrite": 'polyamp.rewrite(fn, policy="mixed_float16")',
-    "value_and_grad": 'polyamp.value_and_grad(fun, "mixed_float16")',
-}
-
-
-# --- an optimizer that was wrapped for another policy -----------------------------------------------------------------
-#
-# An optimizer and the code around the forward pass get their policies separately, so one of them can be forgotten::
-#
-#     opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))  # the current policy: no scaling
-#     with polyamp.autocast("mixed_float16"):
-#         loss = model(x).mean()
-#     opt.backward(loss)
-#     opt.step()  # a warning: without a loss scale, small float16 gradients round to zero
-
-
-def report_missing_scale(
-    settings: LossScale, compute: str | None, forward: Policy | None = None, *, stacklevel: int = 2
-) -> None:
-    """Warn once if the forward pass needs a loss scale and the optimizer was wrapped for another format, without one.
-
-    Two different 16-bit formats with a loss scale train correctly.
-
-    Args:
-        settings: the optimizer's loss scale.
-        compute: the compute format that it was wrapped for.
-        forward: the policy of the forward pass. None is the policy of the rewrite that traces the caller, or else of
-            the region around the caller; without either, nothing is checked.
-        stacklevel: as in `warnings.warn`, counted from this function.
-    """
-    forward = forward or _traced_for.get() or (current_policy() if in_policy() else None)
-    if forward is None or compute in (None, forward.compute) or settings.scales:
-        return
-    if forward.compute == "float16" and forward.loss_scale.scales:
-        warn_once(
-            "the forward pass computes in float16, and the optimizer was wrapped without a loss scale. What to do: "
-            f"call polyamp.wrap_optimizer(optimizer, policy) with {forward}: else small gradients round to zero.",
-            stacklevel=stacklevel + 1,
-        )
-
-
-_traced_for: ContextVar[Policy | None] = ContextVar("polyamp_traced_for", default=None)
-
-
-@contextmanager
-def traced_for(policy: Policy) -> Iterator[None]:
-    """Trace the code in this block to rewrite it under a policy: its forward pass will compute in that policy."""
-    token = _traced_for.set(policy)
-    try:
-        yield
-    finally:
-        _traced_for.reset(token)
-
-
-def is_rewritten() -> bool:
-    """Return whether the caller is traced to be rewritten; the rewrite then tests how its loss is scaled."""
-    return _traced_for.get() is not None

@@ -8,11 +8,13 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 from polyamp import adapters
-from polyamp.adapters import Adapter, having, offering, too_deep
+from polyamp.adapters import Adapter, having, offering
 from polyamp.errors import check_arguments, check_callable, not_traced
 from polyamp.plan import Plan
-from polyamp.policies import Policy, chosen_policy
+from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
+from polyamp.regions import chosen_policy
+from polyamp.trees import too_deep
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.graphs.rewrite import Rewritten as RewrittenModule

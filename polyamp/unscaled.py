@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-from polyamp.errors import NONFINITE_LOSS, InvalidTypeError, UsageError, kind_of, warn_once
+from polyamp.errors import InvalidTypeError, UsageError, kind_of, warn_once
+from polyamp.scale import NONFINITE_LOSS
 
 _KEPT = 16  # most calls to keep
 

@@ -7,12 +7,12 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from polyamp.adapters import adapter_for, having
-from polyamp.errors import InvalidTypeError, brief, check_callable, check_options, norm_limit
+from polyamp.adapters import adapter_for, check_options, having
+from polyamp.errors import InvalidTypeError, brief, check_callable, norm_limit
 from polyamp.libraries import library
 from polyamp.policies import Policy, in_policy
 from polyamp.policies import policy as make_policy
-from polyamp.scale import LossScale
+from polyamp.settings import LossScale
 
 if TYPE_CHECKING:
     import optax

@@ -21,7 +21,8 @@ from polyamp.backends.jax.gradients import apply_updates
 from polyamp.backends.jax.state import LossScaleOptState, check_single, holds_state, initial_scalars
 from polyamp.errors import StateError, UsageError, wrapped_already, wrong_type
 from polyamp.policies import Policy
-from polyamp.scale import LossScale, advance, can_divide, on_host, report_limits
+from polyamp.scale import advance, can_divide, on_host, report_limits
+from polyamp.settings import LossScale
 
 
 def wrap_optimizer(

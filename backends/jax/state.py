@@ -17,7 +17,8 @@ import numpy as np
 
 from polyamp.backends.jax.casting import check_tree, is_array
 from polyamp.errors import UsageError, is_number, wrong_type
-from polyamp.scale import TYPES, LossScale, LossScaleState, StepResult, report_limits
+from polyamp.scale import StepResult, report_limits
+from polyamp.settings import TYPES, LossScale, LossScaleState
 
 SCALARS = len(LossScaleState._fields)
 _DTYPES = {float: np.float32, int: np.int32}

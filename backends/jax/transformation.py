@@ -9,7 +9,7 @@ from polyamp.backends.jax.optimizer import Step
 from polyamp.backends.jax.state import state_type
 from polyamp.errors import check_master_weights, missing, no_method, no_optimizer, wrapped_already
 from polyamp.policies import Policy
-from polyamp.scale import LossScale
+from polyamp.settings import LossScale
 
 try:
     import optax

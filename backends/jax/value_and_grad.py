@@ -15,9 +15,11 @@ from polyamp.backends.jax.graphs.rewrite import name_of, run_rewritten
 from polyamp.backends.jax.modules import NnxArguments, is_nnx_module, trained_in, with_trained
 from polyamp.backends.jax.state import LossScaleOptState, check_single, find_state
 from polyamp.errors import InvalidValueError, no_loss, wrong_type
-from polyamp.policies import Policy, chosen_policy, current_policy, report_missing_scale
+from polyamp.policies import Policy, current_policy
 from polyamp.policies import policy as make_policy
-from polyamp.scale import LossScale, report_nonfinite_loss
+from polyamp.regions import chosen_policy, report_missing_scale
+from polyamp.scale import report_nonfinite_loss
+from polyamp.settings import LossScale
 
 
 def value_and_grad(

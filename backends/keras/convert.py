@@ -16,8 +16,8 @@ from polyamp.backends.keras.layers import Part, can_change, children, keras_poli
 from polyamp.backends.keras.native import CASTABLE
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, kind_of, warn_once
 from polyamp.formats import format_of
-from polyamp.plan import report_nothing_lowered, report_unused
 from polyamp.policies import Policy
+from polyamp.regions import report_nothing_lowered, report_unused
 
 
 def convert(model: Any, policy: Policy) -> Any:

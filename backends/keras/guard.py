@@ -30,8 +30,9 @@ from polyamp.backends.keras.scaler import LossScaler, skipped
 from polyamp.backends.keras.unstable import added_weights
 from polyamp.errors import LossScaleError, NonFiniteLossError, warn_once
 from polyamp.formats import format_of
-from polyamp.policies import Policy, report_missing_scale
+from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
+from polyamp.regions import report_missing_scale
 from polyamp.scale import report_nonfinite_loss
 
 _PLAIN = "_polyamp_plain"  # the attribute of a guarded step that is the step without its guard

@@ -17,7 +17,6 @@ from typing import Any
 import keras
 from keras import ops
 
-from polyamp.adapters import check_tree
 from polyamp.backends.keras.layers import amended, own_policy, remaining_policy, walk
 from polyamp.backends.keras.native import BACKEND, framework, is_sixteen_bit
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
@@ -28,6 +27,7 @@ from polyamp.errors import InvalidTypeError, UsageError, unreported
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation
 from polyamp.policies import Policy
+from polyamp.trees import check_tree
 from polyamp.unscaled import ScaledLosses
 
 Step = tuple[Callable[..., Any], tuple[Any, ...]]

@@ -14,10 +14,11 @@ import keras
 from keras import ops
 from keras.backend import standardize_dtype
 
-from polyamp.adapters import Adapter, adapter_named, check_tree
+from polyamp.adapters import Adapter, adapter_named
 from polyamp.backends.keras.unstable import in_stateless_scope, jax_trace
 from polyamp.errors import UnsupportedError
-from polyamp.scale import LossScale
+from polyamp.settings import LossScale
+from polyamp.trees import check_tree
 from polyamp.unscaled import ScaledLosses
 
 BACKEND: str = keras.backend.backend()

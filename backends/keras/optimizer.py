@@ -45,7 +45,8 @@ from polyamp.errors import (
     wrapped_already,
 )
 from polyamp.policies import Policy
-from polyamp.scale import LossScale, LossScaleState, StepResult, report_limits
+from polyamp.scale import StepResult, report_limits
+from polyamp.settings import LossScale, LossScaleState
 from polyamp.unscaled import UnscaledGradients, gradients_in, pairs_in
 
 

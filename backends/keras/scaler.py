@@ -23,8 +23,9 @@ from polyamp.backends.keras.native import (
 )
 from polyamp.backends.keras.unstable import is_mapped, layout_of
 from polyamp.errors import InvalidValueError, no_loss
-from polyamp.policies import report_missing_scale
-from polyamp.scale import LossScale, LossScaleState, advance, can_divide, on_host, report_limits, report_nonfinite_loss
+from polyamp.regions import report_missing_scale
+from polyamp.scale import advance, can_divide, on_host, report_limits, report_nonfinite_loss
+from polyamp.settings import LossScale, LossScaleState
 from polyamp.unscaled import ScaledLosses
 
 _UNKNOWN = LossScaleState(*[None] * len(LossScaleState._fields))

@@ -25,7 +25,7 @@ from polyamp.errors import InvalidTypeError, is_number, shown, warn_once
 from polyamp.libraries import LIBRARIES
 from polyamp.operations import OPERATIONS as TABLE
 from polyamp.policies import policy
-from polyamp.scale import LossScale
+from polyamp.settings import LossScale
 from polyamp.verbs import wrap_optimizer
 
 

@@ -55,7 +55,7 @@ from polyamp.errors import (
 )
 from polyamp.policies import policy
 from polyamp.run import current, found
-from polyamp.scale import LossScale
+from polyamp.settings import LossScale
 
 __all__ = [
     "_amp_state",

@@ -23,7 +23,7 @@ from polyamp.backends.torch.grad_scaler import unscale_once
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.scale import LossScaler
 from polyamp.errors import InvalidValueError, StateError, UsageError, shown, warn_deprecated
-from polyamp.scale import LossScale
+from polyamp.settings import LossScale
 
 
 @dataclass

@@ -14,8 +14,8 @@ from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.modules import kept_by_authors, operation_of
 from polyamp.errors import InvalidTypeError, kind_of, warn_once
 from polyamp.flow import unused
-from polyamp.plan import report_unused
 from polyamp.policies import Policy
+from polyamp.regions import report_unused
 
 # Their kernels take 16-bit data with float32 parameters and statistics, on every device.
 _TAKING_MIXED = (

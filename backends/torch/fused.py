@@ -42,7 +42,7 @@ from polyamp.backends.torch.ranks import add_shards_, any_rank, has_peers
 from polyamp.backends.torch.unstable import has_step_pre_hooks, is_flattened, run_with_step_hooks
 from polyamp.backends.torch.update_rules import rules_of, update_rule_of
 from polyamp.errors import PolyampError
-from polyamp.scale import LossScale
+from polyamp.settings import LossScale
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer

@@ -26,7 +26,8 @@ from polyamp.backends.torch.scale import LossScaler
 from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping, not_traced
 from polyamp.errors import warn_once
 from polyamp.libraries import write
-from polyamp.scale import LossScale, LossScaleState, StepResult, on_host
+from polyamp.scale import StepResult, on_host
+from polyamp.settings import LossScale, LossScaleState
 
 
 def _setting(name: str) -> Any:

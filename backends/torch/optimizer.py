@@ -47,14 +47,9 @@ from polyamp.backends.torch.ranks import Overflowed, any_rank, has_peers
 from polyamp.backends.torch.scale import LossScaler, losses_in
 from polyamp.backends.torch.sharding import check_groups
 from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced, note_step
-from polyamp.errors import (
-    InvalidValueError,
-    no_method,
-    no_optimizer,
-    unknown_options,
-    wrapped_already,
-)
-from polyamp.scale import LossScale, StepResult
+from polyamp.errors import InvalidValueError, no_method, no_optimizer, unknown_options, wrapped_already
+from polyamp.scale import StepResult
+from polyamp.settings import LossScale
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.fused import FusedStep

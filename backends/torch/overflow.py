@@ -23,7 +23,7 @@ from torch import Tensor
 from polyamp.backends.torch.gradients import Gradients, dense, local
 from polyamp.backends.torch.modules import names_of
 from polyamp.backends.torch.ranks import Overflowed
-from polyamp.errors import NONFINITE_LOSS
+from polyamp.scale import NONFINITE_LOSS
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.masters import MasterWeights

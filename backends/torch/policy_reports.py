@@ -11,7 +11,8 @@ from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.scale import losses_in
 from polyamp.errors import warn_once
-from polyamp.policies import in_policy, report_missing_scale
+from polyamp.policies import in_policy
+from polyamp.regions import report_missing_scale
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer

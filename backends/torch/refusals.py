@@ -21,7 +21,7 @@ from polyamp.errors import (
     unscaled_loss,
     wrong_type,
 )
-from polyamp.scale import LossScale
+from polyamp.settings import LossScale
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.masters import MasterWeights

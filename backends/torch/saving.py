@@ -12,7 +12,7 @@ from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.refusals import FIX, OURS, bad_state, check_moments, check_state, is_plain
 from polyamp.backends.torch.scale import LossScaler
 from polyamp.errors import StateError, warn_once
-from polyamp.scale import LossScaleState
+from polyamp.settings import LossScaleState
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer

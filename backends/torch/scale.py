@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.adapters import check_tree
 from polyamp.backends.torch import provenance
 from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.guards import LISTENERS
@@ -37,9 +36,11 @@ from polyamp.backends.torch.kernels.control import (
 )
 from polyamp.backends.torch.ranks import has_peers
 from polyamp.backends.torch.refusals import checked_scale, not_a, scaled_loss
-from polyamp.errors import no_loss, non_finite_loss, shown
+from polyamp.errors import no_loss, shown
 from polyamp.formats import in_single
-from polyamp.scale import LossScale, LossScaleState, advance, on_host, report_limits, report_nonfinite_loss
+from polyamp.scale import advance, non_finite_loss, on_host, report_limits, report_nonfinite_loss
+from polyamp.settings import LossScale, LossScaleState
+from polyamp.trees import check_tree
 
 _STACKLEVEL = 6  # of a warning: from where it is issued to the user's call
 

@@ -13,7 +13,8 @@ from polyamp.backends.torch.refusals import named_tensors
 from polyamp.errors import no_loss_scale, warn_once
 from polyamp.libraries import apex_losses, report_lost, write_apex_losses
 from polyamp.policies import Policy
-from polyamp.scale import LossScale, LossScaleState, on_host
+from polyamp.scale import on_host
+from polyamp.settings import LossScale, LossScaleState
 
 
 def wrap_optimizer(

@@ -20,7 +20,7 @@ from polyamp.formats import format_of
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report, plural, power
-from polyamp.scale import LossScale
+from polyamp.settings import LossScale
 
 AMPLIFIES = 4.0
 """Powers of two that a gradient has to grow in one operation for that operation to be called amplifying.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from polyamp.adapters import adapter_for
 from polyamp.errors import InvalidTypeError, check_arguments, reading
 from polyamp.report import Report, finite, power
-from polyamp.scale import LossScale, LossScaleState
+from polyamp.settings import LossScale, LossScaleState
 
 if TYPE_CHECKING:
     from polyamp.diagnosis.probe import Probe

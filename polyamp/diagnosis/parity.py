@@ -43,7 +43,7 @@ from polyamp.formats import format_of
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import finite
-from polyamp.scale import LossScale
+from polyamp.settings import LossScale
 
 FLOAT32 = make_policy("float32")
 Key = tuple[str, str, int]  # of a kept run: the training function, the policy and the seed

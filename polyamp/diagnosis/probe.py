@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from polyamp.adapters import offering, too_deep
+from polyamp.adapters import offering
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording, Rounding, rounding
 from polyamp.diagnosis.spread import Window
 from polyamp.errors import check_callable, check_range
@@ -22,7 +22,8 @@ from polyamp.formats import format_of
 from polyamp.policies import Policy, current_policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report, finite, power, share
-from polyamp.scale import LossScale
+from polyamp.settings import LossScale
+from polyamp.trees import too_deep
 
 if TYPE_CHECKING:
     from os import PathLike

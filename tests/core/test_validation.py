@@ -11,7 +11,7 @@ import pytest
 
 import polyamp
 from polyamp import LossScale, policy
-from polyamp.errors import check_options
+from polyamp.adapters import check_options
 
 
 @pytest.mark.parametrize(

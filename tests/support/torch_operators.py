@@ -16,7 +16,7 @@ from polyamp.backends.torch.kernels import reference
 from polyamp.backends.torch.kernels.arguments import DECOUPLED, MAXIMIZE, NESTEROV, SGD, Adam, Settings
 from polyamp.backends.torch.kernels.control import SIZE, pack_
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
-from polyamp.scale import LossScaleState
+from polyamp.settings import LossScaleState
 
 STORAGES = {  # formats of parameters, and of the master weights next to them
     "float32": (torch.float32, None),

@@ -22,9 +22,10 @@ from polyamp.backends.jax.graphs.program import Program, walk
 from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
 from polyamp.backends.jax.modules import as_pure
 from polyamp.errors import not_traced
-from polyamp.plan import NO_PRODUCTS, Decider, Plan, report_nothing_lowered, report_unused
+from polyamp.plan import Decider, Plan
 from polyamp.policies import Policy, current_policy
 from polyamp.policies import policy as make_policy
+from polyamp.regions import NO_PRODUCTS, report_nothing_lowered, report_unused
 
 
 class Rewritten:

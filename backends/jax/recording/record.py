@@ -23,7 +23,7 @@ from polyamp.backends.jax.state import initial_scalars, state_type, states_in
 from polyamp.backends.jax.value_and_grad import unreported
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.policies import Policy
-from polyamp.scale import LossScale
+from polyamp.settings import LossScale
 
 
 def record(

@@ -28,7 +28,7 @@ from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import Parameter
 from polyamp.flow import Rule, decide
 from polyamp.operations import OPERATIONS as TABLE
-from polyamp.plan import report_nothing_lowered, report_unused
+from polyamp.regions import report_nothing_lowered, report_unused
 
 _TO_USER = 8  # number of frames from a warning to the user's ``with polyamp.autocast(...)``
 _REMEMBERED = 4096  # most decisions to keep: every trace has new names of scopes

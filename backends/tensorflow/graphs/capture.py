@@ -13,17 +13,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.adapters import check_tree, too_deep
 from polyamp.backends.tensorflow.autocast.lowering import entered, intercept
 from polyamp.backends.tensorflow.graphs.graph import Places
 from polyamp.backends.tensorflow.unstable import OUT_OF_SCOPE, graphs_around
-from polyamp.errors import (
-    InvalidTypeError,
-    UnsupportedError,
-    UsageError,
-    check_compute,
-    kind_of,
-)
+from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, check_compute, kind_of
+from polyamp.trees import check_tree, too_deep
 
 FUNCTION: Any = type(tf.function(lambda: None))
 """The class of a ``tf.function``."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.adapters import check_options
 from polyamp.backends.tensorflow.devices import report_slow
 from polyamp.backends.tensorflow.graphs.capture import (
     FUNCTION,
@@ -23,10 +24,11 @@ from polyamp.backends.tensorflow.graphs.functions import decided_for, decided_gr
 from polyamp.backends.tensorflow.graphs.planning import plan_of
 from polyamp.backends.tensorflow.graphs.writing import Writer
 from polyamp.backends.tensorflow.unstable import call_in_place_of, options_of, register
-from polyamp.errors import check_options, not_traced, warn_once
+from polyamp.errors import not_traced, warn_once
 from polyamp.formats import format_of
-from polyamp.plan import NO_PRODUCTS, Plan, report_nothing_lowered, report_refused, report_unused
-from polyamp.policies import Policy, traced_for
+from polyamp.plan import Plan
+from polyamp.policies import Policy
+from polyamp.regions import NO_PRODUCTS, report_nothing_lowered, report_refused, report_unused, traced_for
 
 _PLANS = "_polyamp_plans"  # an attribute of a rewritten function's Python function, which bound methods share
 

@@ -11,7 +11,8 @@ from polyamp.backends.tensorflow.steps.scaler import LossScaler
 from polyamp.backends.tensorflow.steps.skipping import places
 from polyamp.errors import no_loss_scale, no_method, no_optimizer, wrapped_already
 from polyamp.policies import Policy
-from polyamp.scale import LossScale, LossScaleState, StepResult
+from polyamp.scale import StepResult
+from polyamp.settings import LossScale, LossScaleState
 from polyamp.unscaled import UnscaledGradients, pairs_in
 
 

@@ -21,7 +21,7 @@ from polyamp.backends.tensorflow.graphs.graph import Places, closure
 from polyamp.backends.tensorflow.graphs.parts import is_gradient
 from polyamp.backends.tensorflow.steps.gradients import values_of
 from polyamp.errors import unscaled_loss, warn_once
-from polyamp.policies import is_rewritten
+from polyamp.regions import is_rewritten
 
 _CLIPPING = ("ClipByValue", "Maximum", "Minimum", "L2Loss", "EuclideanNorm")
 

@@ -29,26 +29,12 @@ from polyamp.backends.tensorflow.steps.skipping import (
     update_scope,
 )
 from polyamp.backends.tensorflow.unstable import is_recording
-from polyamp.errors import (
-    InvalidTypeError,
-    UsageError,
-    check_master_weights,
-    kind_of,
-    no_loss,
-    norm_limit,
-)
-from polyamp.policies import Policy, report_missing_scale
+from polyamp.errors import InvalidTypeError, UsageError, check_master_weights, kind_of, no_loss, norm_limit
+from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.scale import (
-    LossScale,
-    LossScaleState,
-    StepResult,
-    advance,
-    can_divide,
-    on_host,
-    report_limits,
-    report_nonfinite_loss,
-)
+from polyamp.regions import report_missing_scale
+from polyamp.scale import StepResult, advance, can_divide, on_host, report_limits, report_nonfinite_loss
+from polyamp.settings import LossScale, LossScaleState
 from polyamp.unscaled import ScaledLosses, gradients_in, pairs_in
 
 SCALES = ("loss_scale", "dynamic_scale")

@@ -24,7 +24,8 @@ from polyamp.adapters import FINITE, UPDATE_SCOPE
 from polyamp.backends.tensorflow.graphs.graph import Graph, Node, NodeDef
 from polyamp.backends.tensorflow.unstable import compiles_by_xla, graphs_around
 from polyamp.errors import PolyampWarning, UnsupportedError, UsageError
-from polyamp.scale import LossScale, report_nonfinite_loss
+from polyamp.scale import report_nonfinite_loss
+from polyamp.settings import LossScale
 from polyamp.unscaled import ScaledLosses
 
 # Their workers step at different times, or their replicas share one copy of the variables, or it was never tested.

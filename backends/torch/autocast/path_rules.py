@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from polyamp import plan
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast import overrides, regions
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES, MARKED, Marks, Region, mark_of, marks_here, set_marks
@@ -30,6 +29,7 @@ from polyamp.backends.torch.tracking import ModuleHooks, paths_in
 from polyamp.errors import UnsupportedError
 from polyamp.flow import Rule
 from polyamp.operations import OPERATIONS
+from polyamp.regions import report_unused as report_rules
 
 # Which region holds in which module.
 
@@ -109,7 +109,7 @@ def report_unused(region: Region) -> None:
         and not any(rule.matches(name) for name in rulable)
     ]
     format_name = str(region.dtype).removeprefix("torch.")
-    plan.report_unused(unused, where=f"autocast to {format_name}", paths="a module")
+    report_rules(unused, where=f"autocast to {format_name}", paths="a module")
 
 
 # The hooks.

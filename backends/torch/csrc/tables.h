@@ -77,7 +77,7 @@ POLYAMP_EVERYWHERE uint32_t* ticket_in(double* workspace) {
 
 enum Stream { kParam, kMaster, kGrad, kMoment };  // kMaster: if it has one; then one or two moments
 
-// The loss scale and its counts on the device; see polyamp.scale.LossScaleState.
+// The loss scale and its counts on the device; see polyamp.settings.LossScaleState.
 struct State {
   float scale;
   int32_t good_steps, hysteresis, skipped_in_a_row, skipped, steps, growths, calibrating, grown_at;

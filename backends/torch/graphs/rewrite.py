@@ -19,9 +19,10 @@ from polyamp.backends.torch.graphs.writing import HOLDER
 from polyamp.backends.torch.user_code import users_level
 from polyamp.errors import InvalidTypeError, UsageError, check_compute, not_traced, warn_once
 from polyamp.formats import format_of
-from polyamp.plan import Decider, Plan, report_nothing_lowered, report_refused, report_unused
+from polyamp.plan import Decider, Plan
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
+from polyamp.regions import report_nothing_lowered, report_refused, report_unused
 
 
 def rewrite(

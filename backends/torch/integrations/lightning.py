@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polyamp.adapters import check_options
 from polyamp.backends.torch.autocast.context import autocast_context
 from polyamp.backends.torch.casting import cast_to
 from polyamp.backends.torch.convert import convert
@@ -34,11 +35,11 @@ from polyamp.backends.torch.grad_scaler import unscale_once
 from polyamp.backends.torch.optimizer import ALIVE, LossScaledOptimizer
 from polyamp.backends.torch.refusals import different_loss_scales
 from polyamp.backends.torch.verbs import loss_scale_of, wrap_optimizer
-from polyamp.errors import UnsupportedError, UsageError, check_options, missing_trainer, norm_limit
+from polyamp.errors import UnsupportedError, UsageError, missing_trainer, norm_limit
 from polyamp.libraries import write
 from polyamp.policies import Policy
 from polyamp.policies import policy as policy_of
-from polyamp.scale import LossScale
+from polyamp.settings import LossScale
 
 try:
     if "pytorch_lightning" in sys.modules and "lightning" not in sys.modules:  # the same code under its older names

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from polyamp.scale import LossScale
+from polyamp.settings import LossScale
 
 DECOUPLED, MAXIMIZE = 1, 2  # the flags of Adam's rules
 NESTEROV = 1  # of SGD's rules, with MAXIMIZE

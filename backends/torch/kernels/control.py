@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polyamp.backends.torch.unstable import has_context
 from polyamp.errors import UsageError
-from polyamp.scale import TYPES, LossScaleState
+from polyamp.settings import TYPES, LossScaleState
 
 SIZE = 16  # int32 numbers in `control`, and in `report`
 _STATE = len(LossScaleState._fields)  # the first and the last are float32

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LinearLR
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
-from polyamp.errors import NONFINITE_LOSS
+from polyamp.scale import NONFINITE_LOSS
 from support.harness_torch import FUSED, OPTIMIZERS, ThirdParty, contents, linear, loss_of, skipping_on_device
 
 

@@ -13,7 +13,7 @@ import torch
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
-from polyamp.errors import NONFINITE_LOSS
+from polyamp.scale import NONFINITE_LOSS
 from support.harness_torch import skipping_on_device
 
 

@@ -13,8 +13,8 @@ adapter. The adapters of polyamp are tables of verbs instead::
 
 An object's adapter is found by its type, and no framework is imported to find out. To record a step, for example::
 
-    adapter = offering("record", backend, (step, args, kwargs), where="the step and its arguments")
-    recording = adapter.record(step, args, kwargs, policy, widened=True)
+    record = find_verb("record", backend, (step, args, kwargs), where="the step and its arguments")
+    recording = record(step, args, kwargs, policy, widened=True)
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from polyamp.errors import (
     InvalidTypeError,
-    MissingFrameworkError,
     PolyampError,
     UnsupportedError,
     did_you_mean,
@@ -436,13 +435,6 @@ def _load(entry: EntryPoint) -> Adapter:
     return _adapters[entry.value]
 
 
-def why_broken(name: str, error: Exception) -> str:
-    """Describe why an adapter cannot be loaded: its framework is not installed, or it is and does not load."""
-    if isinstance(error, MissingFrameworkError):
-        return str(error)
-    return f"{name} does not load: {type(error).__name__}: {error}. Try python -c 'import {name}'; install it again"
-
-
 def _backend_of(entry: EntryPoint) -> str:
     module = entry.value.partition(":")[0]
     return module.removeprefix("polyamp.backends.") if module.startswith("polyamp.backends.") else entry.name
@@ -457,8 +449,8 @@ def _roots(kind: type) -> Iterator[str]:
 # --- the way from a verb to an adapter --------------------------------------------------------------------------------
 
 
-def having(adapter: Adapter, verb: str, options: Mapping[str, Any] | None = None) -> Adapter:
-    """Return an adapter as one that has an optional verb with these options; refuse one that does not."""
+def verb_of(adapter: Adapter, verb: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """Return an optional verb of an adapter; refuse an adapter that does not have it, or not with these options."""
     if not hasattr(adapter, verb):
         others = sorted({other.name for other in loaded() if hasattr(other, verb)})
         raise UnsupportedError(
@@ -468,9 +460,10 @@ def having(adapter: Adapter, verb: str, options: Mapping[str, Any] | None = None
             allowed=f"among the loaded frameworks: {', '.join(others) or 'none'}",
             fix=getattr(adapter, "instead", {}).get(verb, "see docs/frameworks.md for what each framework offers"),
         )
+    method: Callable[..., Any] = getattr(adapter, verb)
     if options:
-        check_options(getattr(adapter, verb), options, where=f"{verb}(function) of {adapter.name}")
-    return adapter
+        check_options(method, options, where=f"{verb}(function) of {adapter.name}")
+    return method
 
 
 def check_options(
@@ -495,12 +488,12 @@ def adapter_for(backend: str | None, obj: Any, *, where: str) -> Adapter:
     return found
 
 
-def offering(
+def find_verb(
     verb: str, backend: str | None, objects: Any, options: Mapping[str, Any] | None = None, *, where: str
-) -> Adapter:
-    """Return the named adapter, or else one that has the verb: from the objects, or the only loaded one that has it."""
+) -> Callable[..., Any]:
+    """Return a verb of the named adapter, or else of one that has it: of the objects, or the only loaded one."""
     if backend is not None:
-        return having(adapter_named(backend), verb, options)
+        return verb_of(adapter_named(backend), verb, options)
     # Plain values and NumPy arrays do not show their framework, although some frameworks accept them. Tried in order:
     # the objects' types; the framework that a function's code names; an adapter that owns one of the objects; the only
     # loaded adapter that offers the verb. If none of them offers it, the first adapter found is refused.
@@ -510,4 +503,4 @@ def offering(
     able = [one for one in (*typed, named, *found) if hasattr(one, verb)]
     if not able and len(others := [one for one in loaded() if hasattr(one, verb)]) == 1:
         able += others
-    return having(next(iter([*able, *found]), None) or adapter_for(None, objects, where=where), verb, options)
+    return verb_of(next(iter([*able, *found]), None) or adapter_for(None, objects, where=where), verb, options)

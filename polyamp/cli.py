@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import polyamp
-from polyamp.diagnosis.comparison import FIRST_LOOK
+from polyamp.diagnosis.equivalence import FIRST_LOOK
 from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.doctor import examine, rows_of
 from polyamp.errors import InvalidValueError, MissingFrameworkError, PolyampError

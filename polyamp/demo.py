@@ -15,6 +15,7 @@ from rich.table import Table
 
 from polyamp import adapters
 from polyamp.adapters import Adapter
+from polyamp.doctor import why_broken
 from polyamp.errors import missing
 from polyamp.policies import policy
 from polyamp.report import figure_for, power, save_figure
@@ -61,9 +62,9 @@ def examples(names: Iterable[str] | None = None) -> tuple[dict[Adapter, Any], li
             if package == "sklearn":
                 raise missing("scikit-learn", extra="demo") from error
             if package != "polyamp":  # an adapter from elsewhere has no example
-                absent.append(adapters.why_broken(name, error))
+                absent.append(why_broken(name, error))
         except Exception as error:
-            absent.append(adapters.why_broken(name, error))
+            absent.append(why_broken(name, error))
     return found, absent
 
 

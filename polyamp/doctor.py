@@ -13,7 +13,7 @@ from typing import Any
 
 import polyamp
 from polyamp import adapters
-from polyamp.errors import UnsupportedError
+from polyamp.errors import MissingFrameworkError, UnsupportedError
 
 _SLOW = ("keras", "tensorflow")  # importing them can take ten seconds
 _PATIENCE = 2.0  # seconds for which doctor waits for these
@@ -49,6 +49,13 @@ def _ask(name: str) -> Connection:
     return receives
 
 
+def why_broken(name: str, error: Exception) -> str:
+    """Describe why an adapter cannot be loaded: its framework is not installed, or it is and does not load."""
+    if isinstance(error, MissingFrameworkError):
+        return str(error)
+    return f"{name} does not load: {type(error).__name__}: {error}. Try python -c 'import {name}'; install it again"
+
+
 def _examine(name: str, sends: Connection) -> None:
     os.nice(19 if name in _SLOW else 0)  # the others come first
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -57,7 +64,7 @@ def _examine(name: str, sends: Connection) -> None:
     try:
         found = {"installed": True, **adapters.adapter_named(name).describe()}
     except Exception as error:
-        found = {"installed": False, "why": adapters.why_broken(name, error)}
+        found = {"installed": False, "why": why_broken(name, error)}
     sends.send(json.dumps(found))  # a version may be an object of the framework's
 
 
@@ -67,7 +74,7 @@ def _answer(name: str, receives: Connection) -> dict[str, Any]:
             answer: dict[str, Any] = json.loads(receives.recv())
             return answer
     except EOFError:
-        return {"installed": False, "why": adapters.why_broken(name, SystemError("the process ended"))}
+        return {"installed": False, "why": why_broken(name, SystemError("the process ended"))}
     found = [one for package in (name, f"{name}-cpu") for one in metadata.distributions(name=package)]
     notes = [f"not asked for devices, since it takes long to load: polyamp doctor {name} waits for it"]
     return {"installed": True, "version": found[0].version if found else "", "devices": [], "notes": notes}

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar, overload
 
 from polyamp import adapters
-from polyamp.adapters import Adapter, having
+from polyamp.adapters import Adapter, verb_of
 from polyamp.errors import InvalidTypeError, UnsupportedError, brief, warn_once
 from polyamp.flow import Rule
 from polyamp.formats import name_of_dtype
@@ -197,7 +197,7 @@ def autocast_function(
                 return fn(*args, **kwargs)
         adapter = named or _autocasting(adapters.adapters_within(args, kwargs))
         if adapter is not None and (options or hasattr(adapter, "autocast_function")):
-            transform = having(adapter, "autocast_function", options).autocast_function
+            transform = verb_of(adapter, "autocast_function", options)
             return transform(fn, policy, **options)(*args, **kwargs)
         with Autocast(policy, None if adapter is None else adapter.name):
             return fn(*args, **kwargs)

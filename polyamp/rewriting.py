@@ -8,7 +8,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 from polyamp import adapters
-from polyamp.adapters import Adapter, having, offering
+from polyamp.adapters import Adapter, find_verb, verb_of
 from polyamp.errors import check_arguments, check_callable, not_traced
 from polyamp.plan import Plan
 from polyamp.policies import Policy
@@ -123,15 +123,15 @@ def rewrite(
     own = adapters.adapter_of(fn)
     _check_rewritable(fn, own, where="rewrite(fn)")
     if args or kwargs or backend is not None or own is not None:
-        adapter = offering("rewrite", backend, (fn, args, kwargs), options, where="rewrite(fn, *args)")
+        found = find_verb("rewrite", backend, (fn, args, kwargs), options, where="rewrite(fn, *args)")
         chosen = chosen_policy(chosen, "rewrite(fn)")
         try:
-            return adapter.rewrite(fn, args, kwargs, chosen, **options)
+            return found(fn, args, kwargs, chosen, **options)
         except RecursionError as error:
             raise too_deep("rewrite(fn, *args)") from error
     named = adapters.adapter_named_in("rewrite", fn)
     if named and getattr(named, "rewrites_unseen", False):  # rewrite now, so that a SavedModel finds the function
-        return having(named, "rewrite", options).rewrite(fn, (), {}, chosen_policy(chosen, "rewrite(fn)"), **options)
+        return verb_of(named, "rewrite", options)(fn, (), {}, chosen_policy(chosen, "rewrite(fn)"), **options)
     return RewrittenAtFirstCall(fn, chosen, options)
 
 
@@ -168,11 +168,12 @@ def explain(
     _check_rewritable(fn, adapters.adapter_of(fn), where="explain(fn)")
     check_arguments("explain", [("engine", engine, isinstance(engine, str | None), '"rewrite", "autocast" or None')])
     options = {} if engine in (None, "rewrite") else {"engine": engine}
-    adapter = offering("explain", backend, (fn, args, kwargs), options, where="explain(fn, *args)")
+    found = find_verb("explain", backend, (fn, args, kwargs), options, where="explain(fn, *args)")
     try:
-        return adapter.explain(fn, args, kwargs, make_policy(policy), **options)
+        plan: Plan = found(fn, args, kwargs, make_policy(policy), **options)
     except RecursionError as error:
         raise too_deep("explain(fn, *args)") from error
+    return plan
 
 
 def _check_rewritable(fn: object, adapter: Adapter | None, *, where: str) -> None:
@@ -193,12 +194,11 @@ class RewrittenAtFirstCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._rewritten is None:
-            adapter = offering("rewrite", None, (self._fn, args, kwargs), where="rewrite(fn)(*args)")
-            self._rewrite(adapter, args, kwargs)
+            call = (self._fn, args, kwargs)
+            self._rewrite(find_verb("rewrite", None, call, self._options, where="rewrite(fn)(*args)"), args, kwargs)
         return self._rewritten(*args, **kwargs)
 
-    def _rewrite(self, adapter: Adapter, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        rewrite = having(adapter, "rewrite", self._options).rewrite
+    def _rewrite(self, rewrite: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         chosen = chosen_policy(self._policy, "rewrite(fn)", stacklevel=4)
         self._rewritten = rewrite(self._fn, args, kwargs, chosen, **self._options)
 
@@ -211,7 +211,7 @@ class RewrittenAtFirstCall:
         if adapter is None or not getattr(adapter, "rewrites_unseen", False):
             return MethodType(self, instance)
         if self._rewritten is None:
-            self._rewrite(adapter, (), {})
+            self._rewrite(verb_of(adapter, "rewrite", self._options), (), {})
         return self._rewritten.__get__(instance, owner)
 
     @property
@@ -223,7 +223,7 @@ class RewrittenAtFirstCall:
         if not name.startswith("_") and self._rewritten is None:
             adapter = adapters.adapter_named_in("rewrite", self._fn)
             if adapter is not None:
-                self._rewrite(adapter, (), {})
+                self._rewrite(verb_of(adapter, "rewrite", self._options), (), {})
         if name.startswith("_") or self._rewritten is None:
             before = " before its first call" if self.__dict__.get("_rewritten") is None else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{before}")

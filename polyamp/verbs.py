@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from polyamp.adapters import adapter_for, check_options, having
+from polyamp.adapters import adapter_for, check_options, verb_of
 from polyamp.errors import InvalidTypeError, brief, check_callable, norm_limit
 from polyamp.libraries import library
 from polyamp.policies import Policy, in_policy
@@ -223,7 +223,7 @@ def convert(model: Object, policy: Policy | str | None = None, *, backend: str |
         UnsupportedError: the framework's models store no precision (JAX: cast the parameters instead).
     """
     adapter = adapter_for(backend, model, where="convert(model)")
-    return having(adapter, "convert").convert(model, make_policy(policy))
+    return verb_of(adapter, "convert")(model, make_policy(policy))
 
 
 def scale_loss(loss: Object, holder: Any) -> Object:
@@ -323,7 +323,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def differentiated(opt_state: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         adapter = adapter_for(backend, (opt_state, params), where="value_and_grad(fun)(opt_state, params)")
-        transformed = having(adapter, "value_and_grad", options).value_and_grad(fun, bound, has_aux, **options)
+        transformed = verb_of(adapter, "value_and_grad", options)(fun, bound, has_aux, **options)
         return transformed(opt_state, params, *args, **kwargs)
 
     return differentiated  # type: ignore[return-value]  # it shows the type of ``fun``

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from polyamp.adapters import offering
+from polyamp.adapters import find_verb
 from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.errors import check_count
 from polyamp.flow import AS_WRITTEN
@@ -196,8 +196,8 @@ def lint(
     """
     denominator = None if rows is None else check_count("rows", rows, where="lint(rows=)")
     chosen = sixteen_bit(policy)
-    adapter = offering("facts", backend, (target, args, kwargs, optimizer), where="lint(target, *args)")
-    facts = adapter.facts(target, args, kwargs, chosen, optimizer)
+    found = find_verb("facts", backend, (target, args, kwargs, optimizer), where="lint(target, *args)")
+    facts: Facts = found(target, args, kwargs, chosen, optimizer)
     losses = (loss._replace(rows=denominator or loss.rows) for loss in facts.losses)
     return judge(replace(facts, losses=tuple(losses)))
 

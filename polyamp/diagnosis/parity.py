@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from polyamp import adapters
-from polyamp.diagnosis.comparison import FIRST_LOOK, Better, Comparison, Parity, Question, Run, student
+from polyamp.diagnosis.comparison import Better, Comparison, Parity, Question, Run
+from polyamp.diagnosis.equivalence import FIRST_LOOK, student
 from polyamp.diagnosis.health import health
 from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.errors import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from polyamp.adapters import offering
+from polyamp.adapters import find_verb
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording, Rounding, rounding
 from polyamp.diagnosis.spread import Window
 from polyamp.errors import check_callable, check_range
@@ -361,11 +361,12 @@ def record(
     if scale is not None:
         limits = format_of("float32")
         check_range("scale", scale, limits.smallest_normal, limits.max, where="scale=")
-    adapter = offering("record", backend, (step, args, kwargs), where="the step and its arguments")
+    found = find_verb("record", backend, (step, args, kwargs), where="the step and its arguments")
     try:
-        return adapter.record(step, args, kwargs, policy, widened=widened, scale=scale)
+        recording: Recording = found(step, args, kwargs, policy, widened=widened, scale=scale)
     except RecursionError as error:
         raise too_deep("the step and its arguments") from error
+    return recording
 
 
 def sixteen_bit(policy: Policy | str | None) -> Policy:

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 import polyamp
-from polyamp.diagnosis.comparison import Comparison, Question, Run, alpha_at, paired, unpaired
+from polyamp.diagnosis.comparison import Comparison, Question, Run
+from polyamp.diagnosis.equivalence import alpha_at, paired, unpaired
 from polyamp.diagnosis.parity import add_run, better_of, read_runs
 from polyamp.errors import (
     InvalidTypeError,

@@ -12,7 +12,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from polyamp import comparison as comparisons
+from polyamp.diagnosis import comparison as comparisons
 from polyamp.diagnosis import pictures
 from polyamp.diagnosis.comparison import Comparison, Parity
 from polyamp.diagnosis.probe import Probe

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from importlib import import_module
-from types import CodeType, FunctionType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from polyamp.errors import (
@@ -38,7 +38,7 @@ from polyamp.errors import (
     shown,
     unknown_options,
 )
-from polyamp.trees import walk
+from polyamp.trees import named_in, walk
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -53,16 +53,6 @@ if TYPE_CHECKING:
 # --- what an adapter is -----------------------------------------------------------------------------------------------
 
 Tree = TypeVar("Tree")
-
-UPDATE_SCOPE = "polyamp_update"
-"""The name scope of unscaling, clipping and the optimizer's arithmetic. A rewrite leaves them as written.
-
->>> f"train/{UPDATE_SCOPE}/adam/mul".split("/")
-['train', 'polyamp_update', 'adam', 'mul']
-"""
-
-FINITE = "polyamp_finite"
-"""The name of the scalar boolean that decides whether a step is applied."""
 
 
 class Adapter(Protocol):
@@ -166,13 +156,9 @@ class Adapter(Protocol):
     ) -> Recording:
         """Run ``step`` once, forward and backward, and record it. Nothing is changed.
 
-        Args:
-            step: a function that returns a loss, which is then differentiated; or a training step, recorded up to its
-                update.
-            args, kwargs: its arguments.
-            policy: the policy it runs under.
-            widened: compute the policy's 16-bit work in float32, so that nothing overflows or is lost.
-            scale: the factor that multiplies the loss; None keeps the step's own.
+        A step that returns a loss is differentiated; a training step is recorded up to its update. ``widened`` computes
+        the policy's 16-bit work in float32, so that nothing overflows or is lost. ``scale`` multiplies the loss; None
+        keeps the step's own.
         """
 
     # For a framework that can report facts about a step before it runs.
@@ -181,11 +167,7 @@ class Adapter(Protocol):
     ) -> Facts:
         """Collect the facts that `polyamp.lint` judges. Runs no step and changes nothing.
 
-        Args:
-            target: a step, a loss function or a model.
-            args, kwargs: its arguments; without them, everything that needs a trace is left out.
-            policy: the policy it will train under.
-            optimizer: the optimizer it is trained with; None if none was passed.
+        ``target`` is a step, a loss function or a model. Without arguments, everything that needs a trace is left out.
         """
 
 
@@ -339,27 +321,13 @@ def adapters_within(*objects: object) -> list[Adapter]:
 
 def adapter_named_in(name: str, fn: object) -> Adapter | None:
     """Return the adapter with the verb ``name`` whose framework a function's code uses; None if there are several."""
-    roots = {root for obj in _named_in(fn) for root in _roots_of(obj)}
+    roots = {root for obj in named_in(fn) for root in _roots_of(obj)}
     adapters = {_load(entries()[root]) for root in roots & entries().keys()}
     under = {getattr(adapter, "runs_on", None) for adapter in adapters}
     offering = [adapter for adapter in adapters if hasattr(adapter, name)]
     if len(offering) > 1:  # prefer the framework that another runs on: its code may name the other's models
         offering = [adapter for adapter in offering if adapter.name in under] or offering
     return offering[0] if len(offering) == 1 else None
-
-
-def _named_in(fn: object) -> Iterator[object]:
-    """Yield the globals and captured values that a function's code, and functions inside it, use."""
-    plain = inspect.unwrap(getattr(fn, "__func__", fn)) if callable(fn) else fn
-    if not isinstance(plain, FunctionType):
-        return
-    for cell in plain.__closure__ or ():
-        with suppress(ValueError):  # not filled yet
-            yield cell.cell_contents
-    codes = [plain.__code__]
-    for code in codes:
-        codes.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))
-        yield from (plain.__globals__[used] for used in code.co_names if used in plain.__globals__)
 
 
 def _roots_of(obj: object) -> Iterator[str]:

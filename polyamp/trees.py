@@ -6,11 +6,13 @@ walk visits each object once; a framework's walk goes along every path, and woul
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from math import inf
-from types import SimpleNamespace
+from types import CodeType, FunctionType, SimpleNamespace
 from typing import Any
 
 from polyamp.errors import InvalidTypeError, reading
@@ -86,6 +88,20 @@ def _contents(obj: Any) -> Iterable[object]:
     names = [field if isinstance(field, str) else field.name for field in fields]
     held = {**getattr(obj, "__dict__", {}), **{name: getattr(obj, name, None) for name in names}}
     return tuple(held.values()) if names or isinstance(obj, SimpleNamespace) else ()
+
+
+def named_in(fn: object) -> Iterator[object]:
+    """Yield the globals and captured values that a function's code, and functions inside it, use."""
+    plain = inspect.unwrap(getattr(fn, "__func__", fn)) if callable(fn) else fn
+    if not isinstance(plain, FunctionType):
+        return
+    for cell in plain.__closure__ or ():
+        with suppress(ValueError):  # not filled yet
+            yield cell.cell_contents
+    codes = [plain.__code__]
+    for code in codes:
+        codes.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))
+        yield from (plain.__globals__[used] for used in code.co_names if used in plain.__globals__)
 
 
 def too_deep(where: str) -> InvalidTypeError:

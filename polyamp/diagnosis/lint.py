@@ -229,6 +229,16 @@ def _at(places: Iterable[str], **values: Any) -> Fault:
     return places, values
 
 
+def _listed(fact: str) -> Callable[[Facts], Iterable[Fault]]:
+    """Return a search that finds the places in a field of `Facts`, if there are any."""
+
+    def find(facts: Facts) -> Iterator[Fault]:
+        if places := getattr(facts, fact):
+            yield _at(places, compute=facts.policy.compute)
+
+    return find
+
+
 def _not_wrapped(facts: Facts) -> Iterator[Fault]:
     needs = facts.policy.compute == "float16" and facts.policy.loss_scale.scales
     if facts.optimizer == "plain" and needs and not facts.layer_policies:
@@ -266,16 +276,6 @@ def _no_masters(facts: Facts) -> Iterator[Fault]:
     if facts.low_parameters and not facts.has_masters:
         known = "the optimizer keeps no float32 copies" if facts.optimizer else "no optimizer that keeps float32 copies"
         yield _at(facts.low_parameters, parameters=plural(len(facts.low_parameters), "parameter"), known=known)
-
-
-def _small_steps(facts: Facts) -> Iterator[Fault]:
-    if facts.small_steps:
-        yield _at(facts.small_steps, compute=facts.policy.compute)
-
-
-def _beyond(facts: Facts) -> Iterator[Fault]:
-    if facts.beyond:
-        yield _at(facts.beyond, compute=facts.policy.compute)
 
 
 def _casts(facts: Facts, *, is_foreign: bool) -> Iterator[Fault]:
@@ -320,27 +320,27 @@ CHECKS = {
     ),
     "unscaled-loss": Check(
         "error",
-        lambda facts: [_at(facts.unscaled)] if facts.unscaled else [],
+        _listed("unscaled"),
         "the loss of this step is not scaled, and the optimizer divides its gradients by the loss scale: updates are "
         "too small by that factor",
         "scale the loss: opt.backward(loss), polyamp.value_and_grad or polyamp.scale_loss before the gradients",
     ),
     "clipped-scaled": Check(
         "error",
-        lambda facts: [_at(facts.clipped)] if facts.clipped else [],
+        _listed("clipped"),
         "gradients are clipped while they are scaled: the limit does not include the loss scale",
         "leave the clipping out, and give polyamp.wrap_optimizer(..., max_grad_norm=); or clip unscaled gradients",
     ),
     "unscaled-twice": Check(
         "error",
-        lambda facts: [_at(facts.divided)] if facts.divided else [],
+        _listed("divided"),
         "gradients are divided by the loss scale, and the wrapped optimizer divides them again: updates are too small "
         "by that factor",
         "leave the division out: the wrapped optimizer unscales",
     ),
     "other-scale": Check(
         "error",
-        lambda facts: [_at(facts.mixed)] if facts.mixed else [],
+        _listed("mixed"),
         "gradients are divided by another loss scale than the one that they were made at: the scale can change in "
         "every update, and each optimizer has its own",
         "update before the next gradients are made; differentiate each loss with the state of the optimizer that "
@@ -371,14 +371,14 @@ CHECKS = {
     ),
     "small-steps": Check(
         "warning",
-        _small_steps,
+        _listed("small_steps"),
         "many small steps are added to one value; in {compute} each is lost beside it",
         "write the loop as one of the framework, which carries the value in float32, or give the additions "
         "a rule of class full",
     ),
     "beyond-format": Check(
         "error",
-        _beyond,
+        _listed("beyond"),
         "parameters have numbers beyond {compute}, in which they become inf",
         "store them in other units, or give what reads them a rule of class full",
     ),

@@ -20,10 +20,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.adapters import UPDATE_SCOPE
 from polyamp.backends.tensorflow import unstable
 from polyamp.backends.tensorflow.devices import report_slow
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, NodeDef, default_device, lowerable
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, UPDATE_SCOPE, Node, NodeDef, default_device, lowerable
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import Parameter
 from polyamp.flow import Rule, decide

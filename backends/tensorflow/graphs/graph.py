@@ -23,6 +23,13 @@ from polyamp.backends.tensorflow.unstable import graph_of, operation_definition,
 
 One = TypeVar("One", bound=Hashable)
 NodeDef = tf.compat.v1.NodeDef
+
+UPDATE_SCOPE = "polyamp_update"
+"""The name scope of unscaling, clipping and the optimizer's arithmetic. A rewrite leaves them as written."""
+
+FINITE = "polyamp_finite"
+"""The name of the scalar boolean that decides whether a step is applied."""
+
 FLOAT32: int = tf.float32.as_datatype_enum
 FLOATING: frozenset[int] = frozenset(
     kind.as_datatype_enum for kind in (tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.complex64, tf.complex128)

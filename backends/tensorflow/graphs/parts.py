@@ -14,8 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from polyamp.adapters import UPDATE_SCOPE
-from polyamp.backends.tensorflow.graphs.graph import FLOATING, Graph, Node, closure, maker_name
+from polyamp.backends.tensorflow.graphs.graph import FLOATING, UPDATE_SCOPE, Graph, Node, closure, maker_name
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import as_asked
 

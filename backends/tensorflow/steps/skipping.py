@@ -20,8 +20,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.adapters import FINITE, UPDATE_SCOPE
-from polyamp.backends.tensorflow.graphs.graph import Graph, Node, NodeDef
+from polyamp.backends.tensorflow.graphs.graph import FINITE, UPDATE_SCOPE, Graph, Node, NodeDef
 from polyamp.backends.tensorflow.unstable import compiles_by_xla, graphs_around
 from polyamp.errors import PolyampWarning, UnsupportedError, UsageError
 from polyamp.scale import report_nonfinite_loss

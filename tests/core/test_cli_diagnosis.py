@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from polyamp import cli
-from polyamp.target import load, step_of
+from polyamp.target import load, step_of  # noqa: TID251
 
 TARGETS = """
 def step(*batch):

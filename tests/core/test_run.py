@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from polyamp import cli
+from polyamp import policy as make_policy
 from polyamp.errors import InvalidValueError, UsageError
-from polyamp.policies import policy as make_policy
 from polyamp.run import run_script
 
 FACTS = """

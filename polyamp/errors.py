@@ -211,13 +211,6 @@ def is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def as_number(value: Any) -> float:
-    """Return a number, or a scalar array of any framework, as a float."""
-    if isinstance(value, str | bool):
-        raise TypeError(f"{kind_of(value)} is not a number")
-    return float(value.item() if hasattr(value, "item") else value)  # float() of a tensor that has a gradient warns
-
-
 def check_count(name: str, value: object, *, where: str) -> int:
     """Return a value that counts something, such as steps."""
     allowed, fix = "an integer of at least 1", f"give {name} a whole number"
@@ -351,17 +344,6 @@ def unscaled_loss(*, where: str, fix: str) -> UsageError:
         where=where,
         found="gradients of a loss that was not multiplied by the loss scale",
         allowed="gradients of a scaled loss: the step divides them by the loss scale",
-        fix=fix,
-    )
-
-
-def clipped_scaled(*, where: str, fix: str) -> UsageError:
-    """Return the error for gradients that were clipped between the backward pass and unscaling."""
-    return UsageError(
-        "gradients were clipped while they were scaled",
-        where=where,
-        found="gradients that were changed between the backward pass and unscaling",
-        allowed="clipping of unscaled gradients",
         fix=fix,
     )
 

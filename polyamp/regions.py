@@ -1,4 +1,4 @@
-"""Regions of ambient autocast, and functions that run in a region: `autocast`.
+"""Regions of ambient autocast, functions that run in a region, and reports of a policy that has no effect: `autocast`.
 
 A region is the code in a ``with`` block. Entering it makes a policy the current one and enters the autocast of every
 loaded framework that has one; leaving it undoes both. For example, with torch loaded::

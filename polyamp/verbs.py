@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from polyamp.adapters import adapter_for, check_options, verb_of
 from polyamp.errors import InvalidTypeError, brief, check_callable, norm_limit
@@ -52,66 +52,42 @@ class _TensorFlowLike(Protocol):
     def compute_gradients(self) -> Any: ...
 
 
+class WrapOptions(TypedDict, total=False):
+    """The options of `wrap_optimizer`: those of every framework, then those of some."""
+
+    loss_scale: LossScale | float | str | None
+    max_grad_norm: float | None
+    backend: str | None
+    master_weights: bool | None
+    fused_step: bool | None  # PyTorch, as the next three
+    process_group: Any
+    norm_group: Any
+    named_parameters: Any
+    axis_name: Any  # JAX
+
+
 @overload
 def wrap_optimizer(
-    optimizer: _TorchLike,
-    policy: Policy | str | None = None,
-    *,
-    loss_scale: LossScale | float | str | None = None,
-    max_grad_norm: float | None = None,
-    backend: str | None = None,
-    **options: Any,
+    optimizer: _TorchLike, policy: Policy | str | None = None, **options: Unpack[WrapOptions]
 ) -> TorchOptimizer: ...
 @overload
 def wrap_optimizer(
-    optimizer: Sequence[_TorchLike],
-    policy: Policy | str | None = None,
-    *,
-    loss_scale: LossScale | float | str | None = None,
-    max_grad_norm: float | None = None,
-    backend: str | None = None,
-    **options: Any,
+    optimizer: Sequence[_TorchLike], policy: Policy | str | None = None, **options: Unpack[WrapOptions]
 ) -> list[TorchOptimizer]: ...
 @overload
 def wrap_optimizer(
-    optimizer: _KerasLike,
-    policy: Policy | str | None = None,
-    *,
-    loss_scale: LossScale | float | str | None = None,
-    max_grad_norm: float | None = None,
-    backend: str | None = None,
-    **options: Any,
+    optimizer: _KerasLike, policy: Policy | str | None = None, **options: Unpack[WrapOptions]
 ) -> KerasOptimizer: ...
 @overload
 def wrap_optimizer(
-    optimizer: _TensorFlowLike,
-    policy: Policy | str | None = None,
-    *,
-    loss_scale: LossScale | float | str | None = None,
-    max_grad_norm: float | None = None,
-    backend: str | None = None,
-    **options: Any,
+    optimizer: _TensorFlowLike, policy: Policy | str | None = None, **options: Unpack[WrapOptions]
 ) -> TensorFlowOptimizer: ...
 @overload
 def wrap_optimizer(
-    optimizer: _OptaxLike,
-    policy: Policy | str | None = None,
-    *,
-    loss_scale: LossScale | float | str | None = None,
-    max_grad_norm: float | None = None,
-    backend: str | None = None,
-    **options: Any,
+    optimizer: _OptaxLike, policy: Policy | str | None = None, **options: Unpack[WrapOptions]
 ) -> optax.GradientTransformationExtraArgs: ...
 @overload
-def wrap_optimizer(
-    optimizer: object,
-    policy: Policy | str | None = None,
-    *,
-    loss_scale: LossScale | float | str | None = None,
-    max_grad_norm: float | None = None,
-    backend: str | None = None,
-    **options: Any,
-) -> Any: ...
+def wrap_optimizer(optimizer: object, policy: Policy | str | None = None, **options: Any) -> Any: ...
 def wrap_optimizer(
     optimizer: Any,
     policy: Policy | str | None = None,
@@ -144,7 +120,7 @@ def wrap_optimizer(
         backend: the framework's name, if the object does not show it.
         **options: further options of that framework; docs/frameworks.md lists them. PyTorch: ``master_weights``,
             ``fused_step``, ``process_group``, ``norm_group``, ``named_parameters``. JAX: ``axis_name``,
-            ``master_weights``, ``skip``. TensorFlow and Keras: ``master_weights``.
+            ``master_weights``. TensorFlow and Keras: ``master_weights``.
 
     Raises:
         InvalidTypeError: ``optimizer`` is not an optimizer, or its framework has no adapter; or ``loss_scale`` is not a

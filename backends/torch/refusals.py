@@ -15,7 +15,6 @@ from polyamp.errors import (
     StateError,
     UnsupportedError,
     UsageError,
-    clipped_scaled,
     is_number,
     shown,
     unscaled_loss,
@@ -385,8 +384,11 @@ def different_loss_scales(*, where: str, fix: str) -> UsageError:
 
 def clipped_too_early() -> UsageError:
     """Return the error for gradients that torch clips while they are scaled."""
-    return clipped_scaled(
+    return UsageError(
+        "gradients were clipped while they were scaled",
         where="torch.nn.utils.clip_grad_norm_, clip_grad_value_ or a trainer that calls them",
+        found="gradients that were changed between the backward pass and unscaling",
+        allowed="clipping of unscaled gradients",
         fix="give polyamp.wrap_optimizer(..., max_grad_norm=) and leave this clipping out (max_grad_norm=0 in a "
         "Hugging Face Trainer), or call opt.clip_grad_norm_(max_norm), or opt.unscale_() before it",
     )

@@ -30,12 +30,12 @@ from polyamp.errors import (
     PolyampError,
     PolyampWarning,
     UsageError,
-    as_number,
     check_arguments,
     check_count,
     check_range,
     is_integer,
     is_number,
+    kind_of,
     reading,
     shown,
     warn_once,
@@ -383,6 +383,13 @@ def _number(value: object) -> float | None:
         return as_number(value)
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+def as_number(value: Any) -> float:
+    """Return a number, or a scalar array of any framework, as a float."""
+    if isinstance(value, str | bool):
+        raise TypeError(f"{kind_of(value)} is not a number")
+    return float(value.item() if hasattr(value, "item") else value)  # float() of a tensor that has a gradient warns
 
 
 def read_runs(path: Path) -> dict[Key, Run]:

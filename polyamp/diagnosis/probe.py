@@ -351,7 +351,7 @@ def record(
     widened: bool,
     scale: float | None,
 ) -> Recording:
-    """Record one step with its framework's adapter; see `polyamp.adapters.Record`."""
+    """Record one step with its framework's adapter; see `polyamp.adapters.Adapter.record`."""
     check_callable(
         step,
         where="the step",

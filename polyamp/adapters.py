@@ -214,19 +214,10 @@ class AdapterTable:
 
 
 class Later:
-    """A function that is imported when it is first called or inspected.
-
-    >>> import inspect
-    >>> plural = Later("polyamp.report:plural")
-    >>> plural(2, "cast"), list(inspect.signature(plural).parameters)
-    ('2 casts', ['count', 'noun', 'ending'])
-
-    Args:
-        place: its module and its name, as in an entry point: ``"package.module:function"``.
-    """
+    """A function that is imported when it is first called or inspected."""
 
     def __init__(self, place: str) -> None:
-        self.place = place
+        self.place = place  # as in an entry point: ``"package.module:function"``
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

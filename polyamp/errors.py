@@ -100,14 +100,7 @@ def warn_once(message: str, *, stacklevel: int = 3, category: type[PolyampWarnin
 
 
 def warn_deprecated(old: str, instead: str, *, stacklevel: int = 3) -> None:
-    """Report once per process that an old interface was used, with the polyamp line that replaces it.
-
-    >>> import warnings
-    >>> with warnings.catch_warnings(record=True, action="always") as caught:
-    ...     warn_deprecated("apex.amp.scale_loss(loss, opt)", "opt.backward(loss)", stacklevel=2)
-    >>> print(caught[0].message)
-    apex.amp.scale_loss(loss, opt) is kept for old programs. Write instead: opt.backward(loss)
-    """
+    """Report once per process that an old interface was used, with the polyamp line that replaces it."""
     message = f"{old} is kept for old programs. Write instead: {instead}"
     warn_once(message, stacklevel=stacklevel + 1, category=PolyampDeprecationWarning)
 
@@ -119,11 +112,7 @@ def forget_warnings() -> None:
 
 @contextmanager
 def unreported() -> Iterator[None]:
-    """Show no `PolyampWarning` of trial runs, and remember none of them as shown.
-
-    >>> with unreported():
-    ...     warn_once("a rule of a trial matched nothing")
-    """
+    """Show no `PolyampWarning` of trial runs, and remember none of them as shown."""
     before = set(_shown)
     try:
         with warnings.catch_warnings():

@@ -319,12 +319,7 @@ def leave(owner: object) -> Any:
 
 
 def in_policy() -> bool:
-    """Return whether a ``with policy:`` is active here.
-
-    >>> with policy("float32"):
-    ...     in_policy()
-    True
-    """
+    """Return whether a ``with policy:`` is active here."""
     return _INNERMOST.get() is not None
 
 

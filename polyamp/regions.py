@@ -278,17 +278,10 @@ _WITH_POLICY = {
 def report_missing_scale(
     settings: LossScale, compute: str | None, forward: Policy | None = None, *, stacklevel: int = 2
 ) -> None:
-    """Warn once if the forward pass needs a loss scale and the optimizer was wrapped for another format, without one.
-
-    Two different 16-bit formats with a loss scale train correctly.
-
-    Args:
-        settings: the optimizer's loss scale.
-        compute: the compute format that it was wrapped for.
-        forward: the policy of the forward pass. None is the policy of the rewrite that traces the caller, or else of
-            the region around the caller; without either, nothing is checked.
-        stacklevel: as in `warnings.warn`, counted from this function.
-    """
+    """Warn once if a forward pass needs a loss scale, and its optimizer was wrapped for another format, without one."""
+    # Without a policy of the forward pass, it is that of the rewrite that traces the caller, or else of the region
+    # around the caller; without either, nothing is checked. Two different 16-bit formats with a loss scale train
+    # correctly.
     forward = forward or _traced_for.get() or (current_policy() if in_policy() else None)
     if forward is None or compute in (None, forward.compute) or settings.scales:
         return

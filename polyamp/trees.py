@@ -36,17 +36,9 @@ _MOST = 10_000_000  # objects in a tree, with one that is shared counted whereve
 def check_tree(
     tree: object, where: str, *, children: Callable[[Any], Iterable[object] | None] | None = None, deepest: float = inf
 ) -> None:
-    """Refuse containers that a framework's own walk, which goes along every path, would not finish: shared and cyclic.
-
-    >>> check_tree([[1], {"a": 2}], "here")
-
-    Args:
-        tree: the tree.
-        where: the call that got it, for the error.
-        children: a function that returns a container's contents, and nothing for a leaf; by default those of Python's
-            containers, dataclasses and attrs classes.
-        deepest: the levels that the framework can walk.
-    """
+    """Refuse shared and cyclic containers that a framework, which walks along every path, would not finish."""
+    # ``children`` returns a container's contents, and nothing for a leaf; by default those of Python's containers,
+    # dataclasses and attrs classes. ``deepest`` is the number of levels that the framework can walk.
     sizes: dict[int, float] = {}
     containers: list[object] = []  # they live on, so that no other object gets their ids
     rest: list[tuple[object, int, list[object] | None]] = [(tree, 0, None)]

@@ -370,11 +370,7 @@ def record(
 
 
 def sixteen_bit(policy: Policy | str | None) -> Policy:
-    """Return the policy to examine: the given one, else the current one if it computes in 16 bits, else mixed_float16.
-
-    >>> sixteen_bit(None).compute
-    'float16'
-    """
+    """Return the policy to examine: this one, else the current one if it computes in 16 bits, else mixed_float16."""
     if policy is not None:
         return make_policy(policy)
     current = current_policy()

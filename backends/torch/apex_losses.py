@@ -166,9 +166,9 @@ def _scaler_of(loss_id: int) -> ShownScaler:
 
 def _skip_together(wrapped: Sequence[LossScaledOptimizer], scaler: LossScaler) -> None:
     """Let all optimizers of a block skip if the block made one of them skip, as in Apex."""
-    flags = [flag for one in wrapped if (flag := one.flags.get(scaler)) is not None]
+    flags = [flag for one in wrapped if (flag := one.findings.flags.get(scaler)) is not None]
     for one in wrapped if len(flags) > 1 else ():
-        one.skip_with(torch.stack([flag.to(flags[0].device) for flag in flags]).amax())
+        one.findings.skip_with(torch.stack([flag.to(flags[0].device) for flag in flags]).amax())
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:

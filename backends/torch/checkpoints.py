@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch import refusals, saving
+from polyamp.backends.torch import saving
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
@@ -113,7 +113,7 @@ def unpacked(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> Saved:
         }
     except (TypeError, LookupError, ValueError, SyntaxError) as error:
         what = f'"{REST}" in a parameter group'
-        raise refusals.bad_state(
+        raise saving.bad_state(
             "the saved state is not a wrapped optimizer's", what, "a result of get_state_dict", "load that"
         ) from error
     return {"state": {number: state for number, state in states.items() if state}, "param_groups": groups, **read}

@@ -10,7 +10,7 @@ traffic. With gradients of a loss that was multiplied by 1024, and ``max_norm`` 
 
 If ``stats`` counts an element that is not finite, the second operator changes only the loss scale. Everything stays on
 the device: the host reads a report of the step at a later step. On a GPU with the compiled extension these are two
-kernels; elsewhere they are the PyTorch code in ``kernels/reference.py``.
+kernels; elsewhere they are the PyTorch code in ``kernels/operators.py``.
 
 `FusedStep` has two uses, and `LossScaledOptimizer.make_step` chooses between them:
 
@@ -22,26 +22,24 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from polyamp.backends.torch import refusals
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.extension import available
 from polyamp.backends.torch.gradients import Gradients
-from polyamp.backends.torch.kernels.arguments import Settings
+from polyamp.backends.torch.kernels.arguments import Settings, rules_of, update_rule_of
 from polyamp.backends.torch.kernels.control import applied_flag, check_first_use, scale_on
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
 from polyamp.backends.torch.operands import NO_MASTERS, Batch, Calls, is_dense
 from polyamp.backends.torch.overflow import explanation
-from polyamp.backends.torch.ranks import add_shards_, any_rank, has_peers
+from polyamp.backends.torch.ranks import Overflowed, add_shards_, any_rank, has_peers
 from polyamp.backends.torch.unstable import has_step_pre_hooks, is_flattened, run_with_step_hooks
-from polyamp.backends.torch.update_rules import rules_of, update_rule_of
-from polyamp.errors import PolyampError
+from polyamp.errors import InvalidValueError, PolyampError
 from polyamp.settings import LossScale
 
 if TYPE_CHECKING:
@@ -80,8 +78,8 @@ class FusedStep:
     def step(self, optimizer: LossScaledOptimizer, scaling: Scaling) -> bool:
         """Make a whole step from scaled gradients, without a host sync; or return False, and change nothing."""
         # The host waits only if the optimizer's state was created for this step: a skip removes that state again.
-        scaler, max_norm, ranks = scaling.scaler, optimizer.max_grad_norm, optimizer.process_group
-        checks, known = scaler.settings.check, scaler.loss_was_finite
+        scaler, known = scaling.scaler, scaling.scaler.loss_was_finite
+        checks, max_norm = scaler.settings.check, optimizer.max_grad_norm
         batches = self._batches(optimizer, checks=checks)
         if batches is None:
             self._count_on_host()
@@ -91,23 +89,12 @@ class FusedStep:
             optimizer.masters.follow(on_device=True)
             optimizer.masters.clear_gradients()
         device = batches[0].device if batches else self._inner.param_groups[0]["params"][0].device
-        scale, control, scratch = scale_on(scaling.factor, device), scaler.control_on(device), self._scratch_on(device)
-        advances = checks and scaler.opens_round(optimizer)
+        scale, control = scale_on(scaling.factor, device), scaler.control_on(device)
         grads = [batch.grads() for batch in batches]
-        stats, overflowed = scratch.stats, None
-        if checks or max_norm is not None:
-            every = [grad for some in grads for grad in some]
-            torch.ops.polyamp.grad_stats(every, [], scale, stats, scratch.workspace)
-        if max_norm is not None and batches and hasattr(batches[0].first, "placements"):
-            add_shards_(stats[:1], batches[0].first)
-        if not checks:
-            (stats if max_norm is None else stats[1:]).zero_()
-        elif has_peers(ranks):
-            stats[1:], overflowed = any_rank(stats[1:], ranks)
-        report = torch.empty_like(control)
-        settings = functools.partial(_settings, scaler.settings, max_norm)
-        call = functools.partial(self._call, batches, grads, scale, stats, control, settings, advances, report)
-        run_with_step_hooks(self._inner, call)
+        overflowed = self._measure(optimizer, batches, grads, scale, checks=checks)
+        advances, report = checks and scaler.opens_round(optimizer), torch.empty_like(control)
+        settings = [_settings(scaler.settings, max_norm, advance) for advance in (False, advances)]
+        run_with_step_hooks(self._inner, lambda: self._update(batches, grads, scale, control, settings, report))
         made = [batch for batch in batches if batch.made]
         if made:
             _settle(made, applied=bool(applied_flag(report)))
@@ -118,6 +105,51 @@ class FusedStep:
             scaler.advance(applied, optimizer)
         optimizer.close(scaler, applied, explanation(optimizer, known, overflowed), left=scaling)
         return True
+
+    def _measure(
+        self,
+        optimizer: LossScaledOptimizer,
+        batches: Sequence[Batch],
+        grads: Sequence[Sequence[Tensor]],
+        scale: Tensor,
+        *,
+        checks: bool,
+    ) -> Overflowed | None:
+        """Write ``stats``: the norm of the gradients, and whether one is not finite, over all ranks."""
+        scratch, clips = self._scratch_on(scale.device), optimizer.max_grad_norm is not None
+        if checks or clips:
+            every = [grad for some in grads for grad in some]
+            torch.ops.polyamp.grad_stats(every, [], scale, scratch.stats, scratch.workspace)
+        if clips and batches and hasattr(batches[0].first, "placements"):
+            add_shards_(scratch.stats[:1], batches[0].first)
+        if not checks:
+            scratch.stats[1 if clips else 0 :].zero_()
+        elif has_peers(optimizer.process_group):
+            scratch.stats[1:], overflowed = any_rank(scratch.stats[1:], optimizer.process_group)
+            return overflowed
+        return None
+
+    def _update(
+        self,
+        batches: Sequence[Batch],
+        grads: Sequence[Sequence[Tensor]],
+        scale: Tensor,
+        control: Tensor,
+        settings: Sequence[Tensor],
+        report: Tensor,
+    ) -> None:
+        """Unscale, clip and update; the last call, which has the last settings, advances the loss scale."""
+        rule: Any = update_rule_of(self._inner)
+        scratch, step = self._scratch_on(scale.device), getattr(torch.ops.polyamp, rule.operator)
+        calls = [(batch.tensors(some), batch.groups, batch.numbers) for batch, some in zip(batches, grads, strict=True)]
+        if not calls:  # the loss scale advances together with the other ranks'
+            calls = [(([],) * (3 + rule.lists), torch.empty(0, dtype=torch.int64, device="cpu"), [])]
+        for place, (tensors, groups, numbers) in enumerate(calls, start=1):
+            rules, lrs = rules_of(rule, self._inner, numbers, scale.device)
+            one = settings[place == len(calls)]
+            step(*tensors, groups, rules, lrs, scale, scratch.stats, control, scratch.workspace, one, report)
+        for batch in batches:
+            increment_version(batch.written)
 
     def _count_on_host(self) -> None:
         """Move step counts to the CPU, where torch's own step can read them without waiting for the device."""
@@ -141,7 +173,7 @@ class FusedStep:
         rule = update_rule_of(self._inner)
         if rule is None or has_step_pre_hooks(self._inner):
             return None  # hooks must see unscaled gradients
-        models = NO_MASTERS if masters is None else masters.parameters_by_master()
+        models = NO_MASTERS if masters is None else masters.models
         batches = self._calls.of(self._inner, rule, models, self.is_for)
         if batches is None or len({batch.device for batch in batches}) > 1:  # statistics would have to be combined
             return None
@@ -183,41 +215,19 @@ class FusedStep:
                 for number in batch.numbers:
                     lr = self._inner.param_groups[number]["lr"]
                     if isinstance(lr, Tensor) and lr.device not in (batch.device, torch.device("cpu")):
-                        raise refusals.rate_elsewhere(number, lr.device, batch.device)
+                        raise InvalidValueError(
+                            "a learning rate is on another device than its parameters",
+                            where=f"param_groups[{number}]['lr'], in step()",
+                            found=f"a tensor on {lr.device}",
+                            allowed=f"a number, a tensor on the CPU, or one on {batch.device}",
+                            fix=f"move it: group['lr'] = group['lr'].to('{batch.device}')",
+                        )
         except PolyampError:
             _settle(made, applied=False)
             raise
 
     def _has_flattened_shards(self) -> bool:
         return any(is_flattened(param) for group in self._inner.param_groups for param in group["params"])
-
-    def _call(
-        self,
-        batches: Sequence[Batch],
-        grads: Sequence[Sequence[Tensor]],
-        scale: Tensor,
-        stats: Tensor,
-        control: Tensor,
-        settings: Callable[[bool], Tensor],
-        advance: bool,
-        report: Tensor,
-    ) -> None:
-        rule: Any = update_rule_of(self._inner)
-        step = getattr(torch.ops.polyamp, rule.operator)
-        workspace = self._scratch_on(scale.device).workspace
-        last = len(batches) - 1
-        for place, (batch, some) in enumerate(zip(batches, grads, strict=True)):
-            rules, lrs = rules_of(rule, self._inner, batch.numbers, scale.device)
-            step(
-                *batch.tensors(some), batch.groups, rules, lrs, scale, stats, control, workspace,
-                settings(advance and place == last), report,
-            )  # fmt: skip
-            increment_version(batch.written)
-        if not batches:  # the loss scale advances together with the other ranks'
-            nothing: list[list[Tensor]] = [[] for _ in range(3 + rule.lists)]
-            groups = torch.empty(0, dtype=torch.int64, device="cpu")
-            rules, lrs = rules_of(rule, self._inner, (), scale.device)
-            step(*nothing, groups, rules, lrs, scale, stats, control, workspace, settings(advance), report)
 
     def _scratch_on(self, device: torch.device) -> Scratch:
         if device not in self._scratch:

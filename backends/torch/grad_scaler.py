@@ -15,16 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch import refusals
 from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.guards import LISTENERS, update_begins
 from polyamp.backends.torch.modules import names_of
 from polyamp.backends.torch.optimizer import LossScaledOptimizer, update_or_skip
 from polyamp.backends.torch.overflow import explanation
 from polyamp.backends.torch.ranks import Overflowed, any_rank
+from polyamp.backends.torch.refusals import scaled_twice
+from polyamp.backends.torch.saving import FIX, bad_state
 from polyamp.backends.torch.scale import LossScaler
 from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping, not_traced
-from polyamp.errors import warn_once
+from polyamp.errors import InvalidValueError, UsageError, shown, warn_once, wrong_type
 from polyamp.libraries import write
 from polyamp.scale import StepResult, on_host
 from polyamp.settings import LossScale, LossScaleState
@@ -167,7 +168,12 @@ class GradScaler(torch.amp.GradScaler):
         if self.optimizers:
             self._own_optimizer(optimizer, "scaler.unscale_(optimizer)").unscale_()
         elif id(optimizer) in self._seen:
-            raise refusals.unscaled_by_scaler(optimizer)
+            raise UsageError(
+                "unscale_() was called for this optimizer already since the last update(), or its step() was",
+                where="GradScaler.unscale_(optimizer)",
+                found=shown(optimizer),
+                fix="call it once, after the last backward() and before step(); call update() after the steps",
+            )
         elif self.config.check:
             self._look(optimizer)
 
@@ -188,12 +194,22 @@ class GradScaler(torch.amp.GradScaler):
         update_begins(scale=self.get_scale)
         closure = next(filter(callable, [*args, kwargs.get("closure")]), None)
         if closure is not None:
-            raise refusals.closure_for_scaler(closure)
+            raise UsageError(
+                "Closure use is not currently supported if GradScaler is enabled: its loss would not be scaled",
+                where="GradScaler.step(optimizer, closure)",
+                found=shown(closure),
+                fix="wrap the optimizer instead: polyamp.wrap_optimizer(optimizer).step(closure), where the closure "
+                "calls its backward(loss)",
+            )
         scaler = self._scaler
         scaler.report_earlier_step(self._explain, process_group=None)
         seen = self._seen.get(id(optimizer)) or self._look(optimizer)
         if seen.finite is not None:
-            raise refusals.stepped_before_update()
+            raise UsageError(
+                "step() was called for this optimizer already since the last update()",
+                where="GradScaler.step(optimizer)",
+                fix="call scaler.update() after the steps of a window",
+            )
         gradients, has_stepped = Gradients(optimizer.param_groups), self._stepped.get(optimizer, False)
         result, seen.finite = update_or_skip(optimizer, seen.bad, gradients, None, has_stepped=has_stepped)
         self._stepped[optimizer] = has_stepped or seen.finite is True
@@ -218,7 +234,11 @@ class GradScaler(torch.amp.GradScaler):
             self._scaler.set(scale, where="GradScaler.update(new_scale)")
             return
         if not seen:
-            raise refusals.nothing_tested()
+            raise UsageError(
+                "no gradients were tested since the last update()",
+                where="GradScaler.update()",
+                fix="call scaler.step(optimizer) before it",
+            )
         bad = torch.stack([one.bad.to(seen[0].bad.device) for one in seen]).amax()
         on_host_already = bad.device.type == "cpu" or all(isinstance(one.finite, bool) for one in seen)
         finite: bool | Tensor = not bad if on_host_already else bad == 0
@@ -260,9 +280,13 @@ class GradScaler(torch.amp.GradScaler):
         """
         if not isinstance(state_dict, Mapping):
             kind = type(state_dict).__name__
-            raise refusals.bad_state("this is not a saved state", kind, "a mapping", refusals.FIX)
+            raise bad_state("this is not a saved state", kind, "a mapping", FIX)
         if not state_dict and not self.optimizers and self.is_enabled():
-            raise refusals.empty_state()
+            raise UsageError(
+                "the saved state is empty: it may be that of a disabled scaler",
+                where="GradScaler.load_state_dict(saved)",
+                fix="leave the loading out, or load a result of state_dict() of an enabled scaler",
+            )
         if not state_dict or not self.config.check:
             return
         settings = self.config
@@ -290,13 +314,25 @@ class GradScaler(torch.amp.GradScaler):
     def _look(self, optimizer: torch.optim.Optimizer) -> _Seen:
         """Unscale and test the gradients of a plain optimizer."""
         if isinstance(optimizer, LossScaledOptimizer):
-            raise refusals.scaled_twice(optimizer.inner)
+            raise scaled_twice(optimizer.inner)
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise refusals.not_a(torch.optim.Optimizer, optimizer, where="GradScaler", fix="give the plain optimizer")
+            raise wrong_type(
+                optimizer,
+                where="GradScaler",
+                allowed="an instance of torch.optim.Optimizer",
+                fix="give the plain optimizer",
+            )
         gradients, scaler = Gradients(optimizer.param_groups), self._scaler
         half = [param for param in gradients.params if param.grad is not None and param.grad.dtype == torch.float16]
         if half:
-            raise refusals.float16_parameter(names_of(optimizer.param_groups)[half[0]])
+            raise InvalidValueError(
+                "Attempting to unscale FP16 gradients.",  # as torch's own scaler words it
+                where="GradScaler.unscale_(optimizer), which step(optimizer) calls",
+                found=f"{names_of(optimizer.param_groups)[half[0]]} and its gradient of torch.float16",
+                allowed="float32 parameters, run in 16 bits by autocast",
+                fix="keep the model in float32, without .half(); or wrap the optimizer, which then trains float32 "
+                "master weights: polyamp.wrap_optimizer(optimizer, policy)",
+            )
         bad, overflowed = any_rank(gradients.unscale(scaler.inverse(scaler.state.scale)))
         seen = self._seen[id(optimizer)] = _Seen(bad, overflowed)
         return seen
@@ -305,7 +341,13 @@ class GradScaler(torch.amp.GradScaler):
         for one in self.optimizers:
             if optimizer is one:
                 return one
-        raise refusals.not_of_scaler(optimizer, where=where)
+        raise UsageError(
+            "this is not an optimizer of the scaler",
+            where=where,
+            found=shown(optimizer),
+            allowed="a wrapped optimizer that the scaler was made with",
+            fix="pass what polyamp.wrap_optimizer returned; use the plain optimizer nowhere else",
+        )
 
 
 _NOT_COPIED = ("_seen", "_stepped", "_explain")
@@ -331,12 +373,28 @@ def _checked(optimizers: LossScaledOptimizer | Iterable[LossScaledOptimizer]) ->
     wrapped = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     for one in wrapped:
         if not isinstance(one, LossScaledOptimizer):
-            fix = "GradScaler(optimizers=polyamp.wrap_optimizer(optimizer, policy))"
-            raise refusals.not_a(LossScaledOptimizer, one, where="GradScaler(optimizers=)", fix=fix)
+            raise wrong_type(
+                one,
+                where="GradScaler(optimizers=)",
+                allowed="optimizers that polyamp.wrap_optimizer returned",
+                fix="GradScaler(optimizers=polyamp.wrap_optimizer(optimizer, policy))",
+                what="wrong type, expected LossScaledOptimizer",
+            )
         if one.scaler is not wrapped[0].scaler:
             fix = "wrap them together: polyamp.wrap_optimizer([first, second], policy)"
-            raise refusals.different_loss_scales(where="GradScaler(optimizers=)", fix=fix)
+            raise different_loss_scales(where="GradScaler(optimizers=)", fix=fix)
     return wrapped
+
+
+def different_loss_scales(*, where: str, fix: str) -> UsageError:
+    """Return the error for optimizers of one loss that were wrapped one by one."""
+    return UsageError(
+        "the optimizers have different loss scales, and a loss is multiplied by only one",
+        where=where,
+        found="optimizers that were wrapped one by one",
+        allowed="optimizers that share a loss scale",
+        fix=fix,
+    )
 
 
 def unscale_once(optimizer: LossScaledOptimizer) -> None:

@@ -1,18 +1,24 @@
-"""Unscales, tests and clips an optimizer's gradients with few calls, for all devices, dtypes and layouts."""
+"""Unscales, tests and clips an optimizer's gradients with few calls, for all devices, dtypes and layouts.
+
+`Findings` keeps what the tests found until the step: which losses' gradients were not finite, here and on other ranks.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.ranks import shard_group
+from polyamp.backends.torch.ranks import Overflowed, any_rank, shard_group
 from polyamp.backends.torch.unstable import have_flattened
+
+if TYPE_CHECKING:
+    from polyamp.backends.torch.scale import LossScaler
 
 REAL = frozenset({*SIXTEEN_BIT, torch.float32, torch.float64})
 
@@ -122,6 +128,48 @@ class Gradients:
         total = torch.stack(here).square().sum()
         torch.distributed.all_reduce(total, group=group)
         return total.sqrt()
+
+
+class Findings:
+    """What was not finite in the gradients of a window, by the losses that made them. A flag is 1.0 or 0.0."""
+
+    def __init__(self) -> None:
+        self.flags: dict[LossScaler, Tensor] = {}  # of each loss, from when its gradients were tested
+        self.partners: Tensor | None = None  # the flag of optimizers that skip together with this one
+        self.overflowed: Overflowed | None = None  # the ranks whose gradients were not finite
+
+    def note(self, bad: Tensor, scalers: Iterable[LossScaler]) -> None:
+        """Note for losses whether gradients became non-finite by theirs."""
+        if self.flags:  # what was not finite before hides the rest
+            bad = bad * (torch.stack([flag.to(bad.device) for flag in self.flags.values()]).amax() == 0)
+        for scaler in scalers:
+            self.flags[scaler] = torch.maximum(self.flags[scaler], bad) if scaler in self.flags else bad
+
+    def skip_with(self, bad: Tensor) -> None:
+        """Skip the next step if a flag is not 0, as if a gradient were not finite."""
+        self.partners = bad if self.partners is None else torch.maximum(self.partners, bad.to(self.partners.device))
+
+    def over_ranks(self, bad: Tensor, process_group: Any, reached: Iterable[LossScaler] = ()) -> Tensor:
+        """Combine the flag of a step, and those of its losses if there are several, over the ranks.
+
+        All ranks name the same losses, ``reached``: also a rank that some of them did not reach.
+        """
+        self.flags = {each: self.flags.get(each, bad * 0) for each in reached} | self.flags
+        if len(self.flags) < 2:
+            bad, self.overflowed = any_rank(bad, process_group)
+            return bad
+        every = torch.stack([bad, *(flag.to(bad.device) for flag in self.flags.values())])
+        combined, self.overflowed = any_rank(every, process_group)
+        self.flags = dict(zip(self.flags, combined[1:].unbind(), strict=True))
+        return combined[0]
+
+    def by_loss(self, finite: bool | Tensor) -> list[tuple[LossScaler, bool | Tensor]]:
+        """Return for each loss whether its gradients were finite: bools if ``finite`` is a bool."""
+        flags = torch.stack(list(self.flags.values())) > 0
+        blamed = flags | ~flags.any()  # all, if they became so after they were unscaled
+        if isinstance(finite, bool):
+            return [(scaler, finite or not one) for scaler, one in zip(self.flags, blamed.tolist(), strict=True)]
+        return [(scaler, finite | ~one) for scaler, one in zip(self.flags, blamed.unbind(), strict=True)]
 
 
 def _unscale(bucket: Bucket, inverse_scale: Tensor) -> Tensor:

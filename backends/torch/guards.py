@@ -1,8 +1,8 @@
-"""Guards that refuse an update from gradients with an unexpected scale, before anything is changed.
+"""Guards against programs that use a wrapped optimizer in a wrong way, before anything is changed.
 
-Without the guards each of these cases results in finite but wrong numbers: `torch.amp.GradScaler` around an optimizer
-that scales itself, a direct step of the inner optimizer, and clipping of scaled gradients. That a loss was scaled at
-all is for ``provenance.py``.
+Without them each of these cases results in finite but wrong numbers: a parameter in two optimizers, a direct step of
+the inner optimizer, and clipping of scaled gradients. That a loss was scaled at all is for ``provenance.py``. Regions
+that do not fit an optimizer's policy, so that nothing runs in 16 bits or nothing is scaled, are only reported.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.refusals import clipped_by_another_norm, clipped_too_early, inner_stepped, shared_parameter
+from polyamp.backends.torch.autocast.regions import HERE
+from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping
+from polyamp.errors import UsageError, warn_once
+from polyamp.policies import in_policy
+from polyamp.regions import report_missing_scale
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 
 Closure = Callable[[], Any]
 Listener = Callable[[Closure | None, float | None], None]
+
+STEPS = 2  # after which a policy that does not fit is reported; the first one can be a warm-up
 
 LISTENERS: list[Listener] = []
 """Functions of recordings, which are called where an update begins; while there are some, steps are only observed."""
@@ -56,7 +62,14 @@ def check_not_shared(optimizer: LossScaledOptimizer, scaling: Scaling, alive: It
                 continue
             own = own or {id(param) for param in optimizer.model_parameters() if param.grad is not None}
             if id(gradient.param()) in own:
-                raise shared_parameter(optimizer.inner, other.inner)
+                raise UsageError(
+                    "a parameter is in two wrapped optimizers, and the other one has unscaled its gradient",
+                    where="step(), unscale_(), clip_grad_norm_()",
+                    found=f"optimizers around {type(optimizer.inner).__name__} and {type(other.inner).__name__}",
+                    allowed="each parameter in one optimizer",
+                    fix="leave shared (tied) parameters out of one of them; delete an optimizer that is not used any "
+                    "more",
+                )
 
 
 def guard(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:
@@ -81,18 +94,15 @@ class InnerStep:
 
     def __call__(self, *_: Any) -> None:
         optimizer = self._optimizer()
-        if optimizer is None or optimizer.is_stepping or not _has_scaled_gradients(optimizer):
+        if optimizer is None or optimizer.is_stepping or not optimizer.witness.are_scaled:
             return
-        raise inner_stepped(optimizer.inner)
-
-
-def _has_scaled_gradients(optimizer: LossScaledOptimizer) -> bool:
-    """Return whether the gradients are multiplied by another factor than 1, as far as this is known."""
-    witness = optimizer.witness
-    scaling = witness.presumed
-    if scaling is None or scaling.factor == 1.0 or witness.is_consumed or not scaling.scaler.multiplies:
-        return False
-    return optimizer.first_with_gradient() is not None
+        raise UsageError(
+            "the inner optimizer was stepped while its gradients are scaled",
+            where=f"{type(optimizer.inner).__name__}.step()",
+            found="gradients multiplied by the loss scale",
+            allowed="a step by the wrapped optimizer, which unscales and tests them first",
+            fix="call step() of the optimizer that polyamp.wrap_optimizer returned",
+        )
 
 
 def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptimizer], measured: bool) -> list[Tensor]:
@@ -113,15 +123,79 @@ def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptim
     masters_of: dict[int, Tensor] = {}
     for optimizer in list(alive):
         masters = optimizer.masters
-        if not math.isinf(limit) and _has_scaled_gradients(optimizer):
+        if not math.isinf(limit) and optimizer.witness.are_scaled:
             later = [] if masters is None else masters.masters  # they get their gradients later
             graded = (param for param in optimizer.model_parameters() if param.grad is not None)
             if any(id(param) in clipped for param in (*graded, *later)):
-                raise clipped_too_early()
+                raise UsageError(
+                    "gradients were clipped while they were scaled",
+                    where="torch.nn.utils.clip_grad_norm_, clip_grad_value_ or a trainer that calls them",
+                    found="gradients that were changed between the backward pass and unscaling",
+                    allowed="clipping of unscaled gradients",
+                    fix="give polyamp.wrap_optimizer(..., max_grad_norm=) and leave this clipping out (max_grad_norm=0 "
+                    "in a Hugging Face Trainer), or call opt.clip_grad_norm_(max_norm), or opt.unscale_() before it",
+                )
         elif masters is not None and optimizer.witness.is_unscaled:
-            masters_of |= {param: master for param, master in masters.by_parameter().items() if param in clipped}
+            pairs = zip(masters.model, masters.masters, strict=True)
+            masters_of |= {id(model): master for model, master in pairs if id(model) in clipped}
         elif masters is not None:  # the masters take the gradients later
-            masters_of |= {master: model for master, model in masters.models_by_id().items() if master in clipped}
+            masters_of |= {master: model for master, model in masters.models.items() if master in clipped}
     if masters_of and measured:
-        raise clipped_by_another_norm()
+        raise UsageError(
+            "the 16-bit gradients of the model are not the unscaled ones",
+            where="clipping by a norm that was computed before",
+            found="parameters of the model that have master weights",
+            allowed="the parameters in opt.param_groups, which have the unscaled gradients",
+            fix="call opt.clip_grad_norm_(max_norm), or clip the parameters in opt.param_groups",
+        )
     return [masters_of.get(id(param), param) for param in params] if masters_of else params
+
+
+def look_for_casts(optimizer: LossScaledOptimizer, losses: Iterable[Tensor]) -> None:
+    """Note whether one of the first losses of an optimizer for 16 bits shows a region, or a cast to 16 bits."""
+    dtype = DTYPES.get(optimizer.scaler.compute or "")
+    if dtype in SIXTEEN_BIT and not torch.compiler.is_compiling():
+        seen = optimizer.lowers or HERE.thread.count > optimizer.regions_before
+        optimizer.lowers = seen or any(map(_casts, losses))
+
+
+def report_policy(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:
+    """Warn once, at a later step, if the regions and the optimizer's policy do not fit each other."""
+    if optimizer.steps < STEPS:
+        optimizer.steps += 1
+        if optimizer.steps == STEPS and optimizer.lacks_policy and not in_policy():
+            warn_once(
+                "the optimizer was wrapped without a policy, so nothing is scaled or checked: pass one, as in "
+                'polyamp.wrap_optimizer(optimizer, "mixed_float16").',
+                stacklevel=4,
+            )
+        if optimizer.steps == STEPS and optimizer.lowers is False:
+            warn_once(
+                f"the optimizer was wrapped for {optimizer.scaler.compute}, and its losses were computed in float32 "
+                "alone: nothing runs in 16 bits. Compute the loss in a region: with polyamp.autocast(policy): ...",
+                stacklevel=4,
+            )
+    scaler, forward = optimizer.scaler, HERE.thread.policy
+    if HERE.thread.count == optimizer.regions_before or (forward is not None and forward.compute == scaler.compute):
+        return
+    optimizer.regions_before = HERE.thread.count
+    # Another optimizer may have a loss scale, and the region may have been for that one.
+    if not (scaler.multiplies or any(one.scaler.multiplies for one in list(alive))):
+        optimizer.lacks_policy = False  # reported here
+        report_missing_scale(scaler.settings, scaler.compute, forward, stacklevel=4)
+
+
+def _casts(loss: Tensor) -> bool:
+    """Return whether a loss has 16 bits, or its graph has a cast, or code that does not show what is in it."""
+    if loss.dtype in SIXTEEN_BIT:
+        return True
+    waiting, seen = [loss.grad_fn], set[Any]()
+    while waiting and len(seen) < 20_000:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name().startswith(("ToCopyBackward", "CompiledFunction")):
+            return True
+        waiting += [child for child, _ in node.next_functions]
+    return loss.grad_fn is None

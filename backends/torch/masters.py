@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.gradients import local
 from polyamp.backends.torch.provenance import Gradient
-from polyamp.backends.torch.refusals import check_lists
-from polyamp.errors import InvalidValueError, check_master_weights, warn_once
+from polyamp.errors import InvalidValueError, UnsupportedError, check_master_weights, warn_once
 
 
 class MasterWeights:
@@ -42,8 +41,7 @@ class MasterWeights:
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.model: list[Tensor] = []
         self.masters: list[Tensor] = []
-        self._by_master: dict[Tensor, Tensor] = {}
-        self._by_id: dict[int, Tensor] = {}
+        self.models: dict[int, Tensor] = {}  # by the ids of their masters; a new one if there are more
         self._taken: list[Gradient | None] = []  # the model's gradients when the masters took them
         for group in inner.param_groups:
             self.adopt(inner, group)
@@ -52,7 +50,7 @@ class MasterWeights:
         return {"model": self.model, "masters": self.masters}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        self.__dict__.update(saved, _by_master={}, _by_id={}, _taken=[])
+        self.__dict__.update(saved, models=dict(zip(map(id, saved["masters"]), saved["model"], strict=True)), _taken=[])
 
     @torch.no_grad()
     def adopt(self, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
@@ -68,10 +66,13 @@ class MasterWeights:
         params[:] = [made.get(param, param) for param in params]  # in place: LBFGS keeps a reference to the list
         for param, master in made.items():
             if param in inner.state:
-                inner.state[master] = {key: _widened(value, param) for key, value in inner.state.pop(param).items()}
+                state = inner.state.pop(param)  # in which moments have the parameter's dtype
+                moments = {key for key, one in state.items() if isinstance(one, Tensor) and one.dtype == param.dtype}
+                inner.state[master] = {key: one.float() if key in moments else one for key, one in state.items()}
         self._taken += [None] * len(low) if self._taken else []
         self.model += low
         self.masters += made.values()
+        self.models = dict(zip(map(id, self.masters), self.model, strict=True))
 
     @torch.no_grad()
     def take_gradients(self, *, remember: bool = False) -> None:
@@ -79,9 +80,7 @@ class MasterWeights:
         wide = iter(_in_float32([grad for param in self.model if (grad := param.grad) is not None]))
         for param, master in zip(self.model, self.masters, strict=True):
             master.grad = None if param.grad is None else next(wide)
-        self._taken = (
-            [None if (grad := p.grad) is None else Gradient.of(p, grad) for p in self.model] if remember else []
-        )
+        self._taken = [None if param.grad is None else Gradient.of(param) for param in self.model] if remember else []
 
     @torch.no_grad()
     def look_again(self, inverse: Tensor) -> None:
@@ -98,29 +97,13 @@ class MasterWeights:
         for place, (param, master, taken) in enumerate(zip(self.model, self.masters, self._taken, strict=False)):
             if master.grad is not None and param.grad is not None and taken is not None and taken.is_untouched():
                 param.grad.copy_(master.grad * (scale.to(param.device) if isinstance(scale, Tensor) else scale))
-                self._taken[place] = Gradient.of(param, param.grad)
+                self._taken[place] = Gradient.of(param)
 
     def clear_gradients(self) -> None:
         """Clear the masters' own gradients."""
         self._taken = []
         for master in self.masters:
             master.grad = None
-
-    def by_parameter(self) -> dict[int, Tensor]:
-        """Return the masters by the ids of their parameters."""
-        return dict(zip(map(id, self.model), self.masters, strict=True))
-
-    def models_by_id(self) -> dict[int, Tensor]:
-        """Return the model's parameters by the ids of their masters: the same object until there are more."""
-        if len(self._by_id) != len(self.masters):
-            self._by_id = dict(zip(map(id, self.masters), self.model, strict=True))
-        return self._by_id
-
-    def parameters_by_master(self) -> dict[Tensor, Tensor]:
-        """Return the model's parameters by their masters, for operators: the same object until there are more."""
-        if len(self._by_master) != len(self.masters):
-            self._by_master = dict(zip(self.masters, self.model, strict=True))
-        return self._by_master
 
     @torch.no_grad()
     def update_model(self) -> None:
@@ -176,7 +159,7 @@ def make_masters(inner: torch.optim.Optimizer, wanted: bool | None) -> MasterWei
     """Return the masters for ``wrap_optimizer(master_weights=)``, or None without 16-bit parameters."""
     check_master_weights(wanted)
     if wanted is not False and any(_low(group["params"]) for group in inner.param_groups):
-        check_lists(inner)
+        _check_lists(inner)
         return MasterWeights(inner)
     if wanted:
         warn_once(
@@ -184,6 +167,22 @@ def make_masters(inner: torch.optim.Optimizer, wanted: bool | None) -> MasterWei
             "Convert the model first: polyamp.convert(model, policy), then wrap its optimizer."
         )
     return None
+
+
+def _check_lists(inner: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that leaves its step to another one with other lists, which would never see the masters."""
+    lists = {id(group["params"]) for group in inner.param_groups}
+    for part in vars(inner).values():
+        groups = part.param_groups if isinstance(part, torch.optim.Optimizer) and part is not inner else ()
+        if any(id(group["params"]) not in lists and _low(group["params"]) for group in groups):
+            raise UnsupportedError(
+                "master weights cannot replace the parameters of this optimizer",
+                where="wrap_optimizer(master_weights=)",
+                found=f"{type(inner).__name__} around {type(part).__name__}, with its own lists of 16-bit parameters",
+                allowed="float32 parameters, or an optimizer that has its parameters in one list",
+                fix="store parameters in float32 (mixed_float16), shard with fully_shard instead, or give "
+                "master_weights=False",
+            )
 
 
 def _low(params: Iterable[Tensor]) -> list[Tensor]:
@@ -197,8 +196,3 @@ def _in_float32(grads: list[Tensor]) -> list[Tensor]:
     wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
     torch._foreach_copy_(wide, grads)
     return wide
-
-
-def _widened(value: Any, param: Tensor) -> Any:
-    """Return a moment that an optimizer kept in the parameter's 16-bit dtype in float32, and other values unchanged."""
-    return value.float() if isinstance(value, Tensor) and value.dtype == param.dtype else value

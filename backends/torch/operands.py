@@ -22,11 +22,11 @@ from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.gradients import local
+from polyamp.backends.torch.kernels.arguments import UpdateRule
 from polyamp.backends.torch.unstable import local_shard
-from polyamp.backends.torch.update_rules import UpdateRule
 
-Masters = Mapping[Tensor, Tensor]
-"""The model's parameters by their masters, which an optimizer's groups have."""
+Masters = Mapping[int, Tensor]
+"""The model's parameters by the ids of their masters, which an optimizer's groups have."""
 
 NO_MASTERS: Masters = MappingProxyType({})
 
@@ -234,7 +234,7 @@ class Calls:
         self._taken, self._batches = [], []
         self._keys, self._masters = _keys(inner), masters
         self._places = [
-            Place(key, masters.get(key, key), number)
+            Place(key, masters.get(id(key), key), number)
             for number, group in enumerate(inner.param_groups)
             for key in group["params"]
         ]

@@ -32,22 +32,31 @@ from polyamp.backends.torch import checkpoints, overflow, refusals, saving
 from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.closures import step_with_closure
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.gradients import Gradients
+from polyamp.backends.torch.gradients import Findings, Gradients
 from polyamp.backends.torch.guards import (
     LISTENERS,
+    STEPS,
     check_not_shared,
     guard,
+    look_for_casts,
+    report_policy,
     update_begins,
 )
 from polyamp.backends.torch.masters import make_masters
 from polyamp.backends.torch.overflow import Overflow
-from polyamp.backends.torch.policy_reports import STEPS, look_for_casts, report_policy
 from polyamp.backends.torch.provenance import Scaling, Witness
-from polyamp.backends.torch.ranks import Overflowed, any_rank, has_peers
+from polyamp.backends.torch.ranks import has_peers
 from polyamp.backends.torch.scale import LossScaler, losses_in
 from polyamp.backends.torch.sharding import check_groups
 from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced, note_step
-from polyamp.errors import InvalidValueError, no_method, no_optimizer, unknown_options, wrapped_already
+from polyamp.errors import (
+    InvalidValueError,
+    no_method,
+    no_optimizer,
+    unknown_options,
+    wrapped_already,
+    wrong_type,
+)
 from polyamp.scale import StepResult
 from polyamp.settings import LossScale
 
@@ -117,9 +126,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             raise wrapped_already(f"{type(optimizer).__name__}, attached to its wrapper")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
-        refusals.check_fused_step(fused_step)
-        refusals.check_process_group(process_group)
-        refusals.check_norm_group(norm_group)
+        refusals.check_wrapping(fused_step, process_group, norm_group)
         check_groups([param for group in optimizer.param_groups for param in group["params"]])
         named = refusals.named_tensors(named_parameters)
         self.inner: torch.optim.Optimizer = optimizer
@@ -144,9 +151,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.named = {} if named is None else named
         self.steps, self.regions_before, self.lacks_policy = 0, HERE.thread.count, False  # see `report_policy`
         self.lowers: bool | None = None
-        self.flags: dict[LossScaler, Tensor] = {}  # by loss: whether gradients were not finite when they were unscaled
-        self._overflowed: Overflowed | None = None  # the ranks that overflowed in the last step
-        self._partners: Tensor | None = None  # the flag of optimizers that skip together with this one
+        self.findings = Findings()  # of the gradients so far
         self._simple = (0, False)  # the number of parameters at the last `Gradients.are_simple`, and its result
         self._fused: FusedStep | None = None
         self.witness = Witness(self)
@@ -225,7 +230,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         if not torch.compiler.is_compiling() and infers_pipeline():
             return loss
         if self.steps < STEPS:
-            look_for_casts(self, loss)
+            look_for_casts(self, losses_in(loss))
         return self.scaler.of(loss_id).scale(loss, process_group=self.process_group, by=self)
 
     @not_traced
@@ -327,7 +332,9 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss on an accelerator was inf or NaN.
         """
         if "found_inf" in vars(self) or "grad_scale" in vars(self):
-            raise refusals.stepped_by_scaler(self)
+            vars(self).pop("found_inf", None)
+            vars(self).pop("grad_scale", None)
+            raise refusals.scaled_twice(self.inner, where="torch.amp.GradScaler.step(optimizer)")
         if LISTENERS:
             update_begins(closure)
         result = self.make_step(scaled) if closure is None else step_with_closure(self, closure, scaled)
@@ -337,7 +344,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def _unscale_now(self, scaled: bool | None) -> Gradients:
         scaling = self.settle(scaled)
-        gradients, checks = self._take(remember=True), self._checks(scaling)
+        gradients, checks = self._take(remember=True), scaling.scaler.settings.check or self.checks
         if not self.witness.is_unscaled:
             self._note(self._unscale(gradients, scaling, checks=checks), scaling)
         elif checks and self.witness.contributors:
@@ -349,15 +356,16 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         for scaler in self.scaler.all():
             if scaler.late.copy is not None:
                 scaler.report_earlier_step(overflow.explanation(self), process_group=self.process_group)
-        scaling, operators = self.settle(scaled), self._operators()
+        scaling, operators = self.settle(scaled), self._operators()  # 1.
         self.is_stepping = True
         try:
-            if operators is not None and operators.step(self, scaling):
+            if operators is not None and operators.step(self, scaling):  # 2. to 6.
                 return None
-            bad, gradients = self.prepare(scaling, operators)
-            result, finite = update_or_skip(self.inner, bad, gradients, self.on_device, has_stepped=self.has_stepped)
+            bad, gradients = self.prepare(scaling, operators)  # 2., 3., 4.
+            inner, on_device = self.inner, self.on_device
+            result, finite = update_or_skip(inner, bad, gradients, on_device, has_stepped=self.has_stepped)  # 5.
             self.has_stepped = self.has_stepped or finite is True
-            self.finish(finite, scaling)
+            self.finish(finite, scaling)  # 6.
             return result
         finally:
             self.is_stepping = False
@@ -366,10 +374,9 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """Return what the gradients are multiplied by, or refuse what would be wrong, before anything is changed."""
         witness = self.witness
         if not (scaled is None or isinstance(scaled, bool)):
+            where = "step(scaled=), unscale_(scaled=), clip_grad_norm_(scaled=)"
             fix = "True: multiplied by the loss scale; False: not; leave it out if opt.backward(loss) made them"
-            raise refusals.not_a(
-                bool, scaled, where="step(scaled=), unscale_(scaled=), clip_grad_norm_(scaled=)", fix=fix
-            )
+            raise wrong_type(scaled, where=where, allowed="a bool, or None", fix=fix)
         if scaled and witness.is_unscaled:
             raise refusals.unscaled_already(where="step(scaled=True)", fix="leave scaled= out after unscale_()")
         if witness.is_consumed and self.checks:
@@ -389,7 +396,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def first_with_gradient(self) -> Tensor | None:
         """Return the first of the model's own parameters that has a gradient."""
-        models = {} if self.masters is None else self.masters.models_by_id()
+        models = {} if self.masters is None else self.masters.models
         for group in self.inner.param_groups:
             for param in group["params"]:
                 own: Tensor = models.get(id(param), param)
@@ -399,7 +406,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def prepare(self, scaling: Scaling, operators: FusedStep | None = None) -> tuple[Tensor, Gradients]:
         """Test, unscale and clip. The tensor is 1.0 if a rank has a gradient that is not finite, else 0.0."""
-        limit, was_unscaled, checks = self.max_grad_norm, self.witness.is_unscaled, self._checks(scaling)
+        limit, was_unscaled = self.max_grad_norm, self.witness.is_unscaled
+        checks = scaling.scaler.settings.check or self.checks
         gradients, found = self._take(on_device=operators is not None), None
         if operators is not None and checks and not was_unscaled and limit is not None and self.norm_group is None:
             found = operators.unscale_and_clip(gradients, scaling.factor, limit)
@@ -412,22 +420,33 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             bad = gradients.test()
         if not checks:
             return bad, gradients
-        if self._partners is not None:
-            bad = torch.maximum(bad, self._partners.to(bad.device))
+        if self.findings.partners is not None:
+            bad = torch.maximum(bad, self.findings.partners.to(bad.device))
         self._note(bad, scaling)
-        return self._over_ranks(bad) if has_peers(self.process_group) else bad, gradients
+        if has_peers(self.process_group):
+            bad = self.findings.over_ranks(bad, self.process_group, self._losses_reached())
+        return bad, gradients
+
+    def _losses_reached(self) -> list[LossScaler]:
+        """Return the losses that reached parameters of this window, here or on another rank, if there are several."""
+        if not self.scaler.others:
+            return []
+        recent = self.witness.recent_scalers()
+        return [scaler for scaler in self.scaler.all() if scaler in self.findings.flags or scaler in recent]
 
     def finish(self, finite: bool | Tensor, scaling: Scaling) -> None:
         """Round the masters into the model after an applied step, advance the loss scale, and report a skipped step."""
         scaler, known = scaling.scaler, scaling.scaler.loss_was_finite
         explain: Callable[[], str] | None = None
         if finite is not True:
-            explain = overflow.explanation(self, known, self._overflowed, skipped=finite is False)
+            explain = overflow.explanation(self, known, self.findings.overflowed, skipped=finite is False)
         if finite is not False and self.masters is not None:
             self.masters.update_model()
-        by_loss = self._finite_by_loss(finite) if len(self.flags) > 1 else [(next(iter(self.flags), scaler), finite)]
-        for each, was_finite in by_loss:
-            each.advance(was_finite, self)
+        if len(self.findings.flags) < 2:
+            next(iter(self.findings.flags), scaler).advance(finite, self)
+        else:
+            for each, was_finite in self.findings.by_loss(finite):
+                each.advance(was_finite, self)
         self.close(scaler, finite, explain)
         if finite is False:
             if isinstance(known, Tensor) and not known:
@@ -441,7 +460,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         if finite is not False:
             torch.clear_autocast_cache()  # else an autocast region would go on using the old weights
         self.last_step = StepResult(scaler.state, finite, explain)
-        self.flags, self._partners, self._overflowed = {}, None, None
+        self.findings = Findings()
         self.witness.close(left or Scaling(scaler, 1.0))
 
     def _operators(self) -> FusedStep | None:
@@ -462,10 +481,12 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     def has_tested_gradients(self) -> bool:
         """Whether gradients were tested or unscaled, or a skip was decided, before the step."""
         witness = self.witness
-        return witness.is_unscaled or len(witness.contributors) > 1 or bool(self.flags) or self._partners is not None
-
-    def _checks(self, scaling: Scaling) -> bool:
-        return scaling.scaler.settings.check or self.checks
+        return (
+            witness.is_unscaled
+            or len(witness.contributors) > 1
+            or bool(self.findings.flags)
+            or self.findings.partners is not None
+        )
 
     def _take(self, *, remember: bool = False, on_device: bool = False) -> Gradients:
         """Return the gradients of the parameters in the groups, which masters take from the model's."""
@@ -491,44 +512,15 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def _note(self, bad: Tensor, scaling: Scaling) -> None:
         """Note the flag of gradients for the losses that made them, and that they are unscaled now."""
-        self._blame(bad, self.witness.contributors or ([] if self.witness.is_unscaled else [scaling.scaler]))
+        self.findings.note(bad, self.witness.contributors or ([] if self.witness.is_unscaled else [scaling.scaler]))
         self.witness.note_unscaled(scaling.scaler, masters=self.masters is not None)
-
-    def _blame(self, bad: Tensor, scalers: Sequence[LossScaler]) -> None:
-        """Note for losses whether gradients became non-finite by theirs."""
-        if self.flags:  # what was not finite before hides the rest
-            bad = bad * (torch.stack([flag.to(bad.device) for flag in self.flags.values()]).amax() == 0)
-        for scaler in scalers:
-            self.flags[scaler] = torch.maximum(self.flags[scaler], bad) if scaler in self.flags else bad
-
-    def _over_ranks(self, bad: Tensor) -> Tensor:
-        """Combine the flags of this step, and of each loss if there are several, over the ranks."""
-        if self.scaler.others:  # all ranks combine the same losses, also those that reached some
-            recent = self.witness.recent_scalers()
-            reached = [each for each in self.scaler.all() if each in self.flags or each in recent]
-            self.flags = {each: self.flags.get(each, bad * 0) for each in reached} | self.flags
-        if len(self.flags) < 2:
-            bad, self._overflowed = any_rank(bad, self.process_group)
-            return bad
-        every = torch.stack([bad, *(flag.to(bad.device) for flag in self.flags.values())])
-        combined, self._overflowed = any_rank(every, self.process_group)
-        self.flags = dict(zip(self.flags, combined[1:].unbind(), strict=True))
-        return combined[0]
-
-    def _finite_by_loss(self, finite: bool | Tensor) -> list[tuple[LossScaler, bool | Tensor]]:
-        """Return for each loss whether its gradients were finite: bools if ``finite`` is a bool."""
-        flags = torch.stack(list(self.flags.values())) > 0
-        blamed = flags | ~flags.any()  # all, if they became so after they were unscaled
-        if isinstance(finite, bool):
-            return [(scaler, finite or not one) for scaler, one in zip(self.flags, blamed.tolist(), strict=True)]
-        return [(scaler, finite | ~one) for scaler, one in zip(self.flags, blamed.unbind(), strict=True)]
 
     def parameter_groups(self) -> list[list[Tensor]]:
         """Return the model's own parameters by group, which get gradients from backward passes, without masters."""
         groups = [group["params"] for group in self.inner.param_groups]
         if self.masters is None:
             return groups
-        models = self.masters.models_by_id()
+        models = self.masters.models
         return [[models.get(id(param), param) for param in group] for group in groups]
 
     def model_parameters(self) -> Iterator[Tensor]:
@@ -550,7 +542,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """Test the gradients so far, if a loss of another id is about to add to them: an overflow is of one of them."""
         gradients = Gradients([{"params": [*self.model_parameters()]}])
         if scaler in self.scaler.all() and self.witness.contributors and gradients:
-            self._blame(gradients.test(), self.witness.contributors)
+            self.findings.note(gradients.test(), self.witness.contributors)
             self.witness.contributors = []
 
     @property
@@ -567,13 +559,9 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """Yield the objects that hold data about losses and gradients, for `recording.reach.keep`."""
         yield from (self, self.witness, *self.scaler.all())
 
-    def skip_with(self, bad: Tensor) -> None:
-        """Skip the next step if a flag is not 0, as if a gradient were not finite."""
-        self._partners = bad if self._partners is None else torch.maximum(self._partners, bad.to(self._partners.device))
-
     def forget_gradients(self) -> None:
         """Note that the gradients are cleared or about to be made anew."""
-        self.flags, self._partners = {}, None
+        self.findings = Findings()
         self.witness.open()
 
     def overflowed(self) -> list[Overflow]:
@@ -604,8 +592,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             InvalidValueError: a parameter is in another group already.
         """
         if not isinstance(param_group, dict):
-            fix = 'give {"params": parameters, ...}'
-            raise refusals.not_a(dict, param_group, where="add_param_group(param_group)", fix=fix)
+            where, fix = "add_param_group(param_group)", 'give {"params": parameters, ...}'
+            raise wrong_type(param_group, where=where, allowed="a dict", fix=fix)
         self.inner.add_param_group(param_group)
         try:
             if self.masters is None:

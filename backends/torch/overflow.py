@@ -45,37 +45,27 @@ class Overflow(NamedTuple):
         return f"{self.name} ({', '.join(counts)} of {self.elements})"
 
 
-class NonFinite(NamedTuple):
-    """The data of `Overflow` before the parameter's name is looked up."""
-
-    param: Tensor
-    inf: int
-    nan: int
-    elements: int
+Counts = tuple[int, int, int]
+"""The counts of `Overflow`, for a parameter whose name is not looked up yet."""
 
 
-def find(param_groups: Iterable[Mapping[str, Any]]) -> list[NonFinite]:
+def find(param_groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, Counts]:
     """Return the parameters whose gradient has inf or NaN now. Waits for the device once, and again for each of them.
 
     >>> weight = torch.ones(3, requires_grad=True)
     >>> weight.grad = torch.tensor([1.0, float("inf"), float("nan")])
-    >>> [one[1:] for one in find([{"params": [weight]}])]
+    >>> list(find([{"params": [weight]}]).values())
     [(1, 1, 3)]
     """
     params = [param for group in param_groups for param in group["params"] if param.grad is not None]
     grads = [local(dense(param)) for param in params]
     flags = [grad.isfinite().all() for grad in grads]
     finite = torch.stack([flag.to(flags[0].device) for flag in flags]).tolist() if flags else []
-    return [
-        NonFinite(param, int(grad.isinf().sum()), int(grad.isnan().sum()), grad.numel())
+    return {
+        param: (int(grad.isinf().sum()), int(grad.isnan().sum()), grad.numel())
         for param, grad, was_finite in zip(params, grads, finite, strict=True)
         if not was_finite
-    ]
-
-
-def named(bad: Iterable[NonFinite], names: Mapping[Tensor, str]) -> list[Overflow]:
-    """Return the result of `find` with names."""
-    return [Overflow(names[param], *counts) for param, *counts in bad]
+    }
 
 
 def describe(bad: Sequence[Overflow], loss_was_finite: bool | None = None, overflowed: Overflowed | None = None) -> str:
@@ -98,7 +88,7 @@ def _shown(bad: Sequence[Overflow]) -> str:
 
 def overflowed(optimizer: LossScaledOptimizer) -> list[Overflow]:
     """Return the result of `LossScaledOptimizer.overflowed`."""
-    return named(find(_graded(optimizer)), _names(optimizer))
+    return _named(find(_graded(optimizer)), optimizer)
 
 
 def explanation(
@@ -118,7 +108,7 @@ def explanation(
         if owner is None or (bad is None and not Gradients(_graded(owner))):
             return describe([], finite, ranks) if finite is False or ranks is not None else ""
         found = find(_graded(owner)) if bad is None else bad
-        return describe(named(found, _names(owner)), finite, ranks)
+        return describe(_named(found, owner), finite, ranks)
 
     return explain
 
@@ -126,7 +116,7 @@ def explanation(
 def _models(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, Tensor]:
     """Return the model's parameter of each master."""
     masters: MasterWeights | None = getattr(optimizer, "masters", None)
-    return {} if masters is None else masters.parameters_by_master()
+    return {} if masters is None else dict(zip(masters.masters, masters.model, strict=True))
 
 
 def _graded(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -135,7 +125,8 @@ def _graded(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{**group, "params": [models.get(one, one) for one in group["params"]]} for group in optimizer.param_groups]
 
 
-def _names(optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+def _named(found: Mapping[Tensor, Counts], optimizer: torch.optim.Optimizer) -> list[Overflow]:
     models = _models(optimizer)
     names = names_of(optimizer.param_groups, getattr(optimizer, "named", None), models)
-    return {**names, **{model: names[master] for master, model in models.items()}}
+    names.update({model: names[master] for master, model in models.items()})
+    return [Overflow(names[param], *counts) for param, counts in found.items()]

@@ -56,10 +56,6 @@ class Scaling(NamedTuple):
         one, two = self.factor, other.factor
         return one is two or (isinstance(one, float) and isinstance(two, float) and one == two)
 
-    def ratio_to(self, other: Scaling) -> float | Tensor:
-        """Return the factor for gradients of this scaling that are added to gradients of another."""
-        return other.factor / self.factor
-
 
 _SCALED = "polyamp_scaling"
 
@@ -207,8 +203,9 @@ class Gradient(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, param: Tensor, grad: Tensor) -> Gradient:
-        """Return the current gradient of a parameter."""
+    def of(cls, param: Tensor) -> Gradient:
+        """Return the current gradient of a parameter that has one."""
+        grad: Any = param.grad
         return cls(weakref.ref(param), weakref.ref(grad), grad._version)
 
     def has_grown(self, *, by: Tensor) -> bool:
@@ -273,9 +270,9 @@ class Witness:
         self.open()
         owner = self._owner()
         param = None if owner is None else owner.first_with_gradient()
-        if param is not None and param.grad is not None:
+        if param is not None:
             # masters leave the model's gradients multiplied as they were
-            self.scaling, self.left = taken_from or scaling, Gradient.of(param, param.grad)
+            self.scaling, self.left = taken_from or scaling, Gradient.of(param)
             if len(_WITNESSES) > 1:
                 self._share()
 
@@ -286,8 +283,7 @@ class Witness:
             return
         # masters, and polyamp's operators, do not clip the model's own gradients
         scaling = None if owner.max_grad_norm is not None else self.taken_from or self.scaling
-        found = [(param, grad) for param in self._shared() if (grad := param.grad) is not None]
-        self.shared += [(Gradient.of(param, grad), scaling) for param, grad in found]
+        self.shared += [(Gradient.of(param), scaling) for param in self._shared() if param.grad is not None]
 
     def _shared(self) -> list[Tensor]:
         """Return the parameters that another optimizer has too."""
@@ -299,15 +295,19 @@ class Witness:
         """Whether the gradients are those that the last step left."""
         return self.left is not None and self.left.is_untouched()
 
+    @property
+    def are_scaled(self) -> bool:
+        """Whether the gradients are multiplied by another factor than 1, as far as this is known."""
+        # Where the hooks missed the gradients, they are of the last loss of this optimizer.
+        own = [] if self.scaling is not None else [one.scaling for one in self._own_passes()]
+        scaling = own[-1] if own else self.scaling
+        if scaling is None or scaling.factor == 1.0 or self.is_consumed or not scaling.scaler.multiplies:
+            return False
+        return self._first_with_gradient() is not None
+
     def recent_scalers(self) -> list[LossScaler]:
         """Return the loss scalers of passes since the last step, whether they reached the gradients or not."""
         return [one.scaler for one in PASSES.since(self._opened_at)]
-
-    @property
-    def presumed(self) -> Scaling | None:
-        """The scaling of the gradients; where the hooks missed them, of the last loss of this optimizer."""
-        own = [] if self.scaling is not None else [one.scaling for one in self._own_passes()]
-        return own[-1] if own else self.scaling
 
     def _own_passes(self) -> list[Entry]:
         """Return the passes since the last step that the owner's own method made."""
@@ -333,7 +333,7 @@ class Witness:
             self.scaling = Scaling(own, own.state.scale if declared else 1.0)
             return self.scaling
         if own.settings.check and (self._was_left or (self.left is not None and self.left.is_there())):
-            raise not_cleared(where="step(), unscale_(), clip_grad_norm_()")
+            raise not_cleared()
         if self._is_mixed or (self._mixed and any(one.is_there() for one in self._mixed)):
             raise mixed()
         if self.left is not None and not self.left.is_there():
@@ -372,7 +372,8 @@ class Witness:
                 self._look_for_unobserved(begun, other, accumulates=accumulates)
             return
         is_new = self.left is not None or not own.is_like(other)
-        if is_new and (owner.first_with_gradient() is None or (self.left is not None and not self._was_used())):
+        is_cleared = self.left is not None and not (self.left.is_untouched() or self._is_filled())
+        if is_new and (is_cleared or owner.first_with_gradient() is None):
             self.open()
         elif accumulates and owner.checks and self.left is not None:
             self._polluting = begun.task
@@ -390,7 +391,7 @@ class Witness:
 
     def _mix(self, reached: Sequence[Tensor]) -> None:
         """Note that a pass has added to gradients what no factor is right for."""
-        self._mixed += [Gradient.of(param, grad) for param in reached if (grad := param.grad) is not None]
+        self._mixed += [Gradient.of(param) for param in reached if param.grad is not None]
 
     def _look_for_unobserved(self, begun: Pass, other: Scaling, *, accumulates: bool) -> None:
         """Look for gradients of an earlier loss with another scale that were set by hand."""
@@ -421,38 +422,39 @@ class Witness:
             if not self._is_mixed:  # there are only zeros
                 self.open()
             return
-        bring, params = partial(_times, other.ratio_to(own)), self._parameters()
-        begun.handles += [param.register_hook(bring) for param in params if param.requires_grad]  # type: ignore[no-untyped-call]
+        ratio = own.factor / other.factor
 
-    def _was_used(self) -> bool:
-        """Return whether there are gradients that the last step left, perhaps changed, but not to zeros."""
-        return self.left is not None and (self.left.is_untouched() or self._is_filled())
+        def bring(grad: Tensor) -> Tensor:
+            return grad * (ratio.to(grad.device, grad.dtype) if isinstance(ratio, Tensor) else ratio)
+
+        params = [param for param in self._parameters() if param.requires_grad]
+        begun.handles += [param.register_hook(bring) for param in params]  # type: ignore[no-untyped-call]
 
     def _is_filled(self) -> bool:
         return _are_filled([param.grad for param in self._parameters() if param.grad is not None])
 
     def _refuse_what_is_there(self, *, mixed: bool = False) -> None:
         """Note that there are gradients, other than zeros, that no factor is right for, until they are cleared."""
-        param = next((param for param in self._parameters() if param.grad is not None), None)
-        if param is not None and param.grad is not None and self._is_filled():
-            self._noted = Gradient.of(param, param.grad)
+        param = self._first_with_gradient()
+        if param is not None and self._is_filled():
+            self._noted = Gradient.of(param)
             self._is_mixed, self._has_unscaled = self._is_mixed or mixed, self._has_unscaled or not mixed
 
     def _keep_after_write(self) -> None:
         """Go on refusing gradients that somebody changed since they were noted, if some are left that are not zeros."""
         if self._noted is not None and self._noted.is_untouched():
             return
-        left = next((param for param in self._parameters() if param.grad is not None), None)
-        if left is not None and left.grad is not None and self._is_filled():
-            self._noted = Gradient.of(left, left.grad)
+        left = self._first_with_gradient()
+        if left is not None and self._is_filled():
+            self._noted = Gradient.of(left)
         elif self._noted is not None:
             self._has_unscaled = self._is_mixed = self._was_left = False
 
     @not_traced
     def note(self, param: Tensor) -> None:
         """Note the pass that has just added to a parameter's gradient."""
-        task, grad = running_task(), param.grad
-        if grad is None or (task == self._task and task != -1):
+        task = running_task()
+        if param.grad is None or (task == self._task and task != -1):
             return
         self._task = task
         if self._noted is None or not self._noted.has_grown(by=param):
@@ -461,7 +463,7 @@ class Witness:
         if task == -1:  # a pipeline schedule lets FSDP reduce gradients after all its passes
             self._noted = None
             return
-        self._noted, self.has_more = Gradient.of(param, grad), True
+        self._noted, self.has_more = Gradient.of(param), True
         begun = PASSES.arriving()
         scaling = begun.scaling if begun is not None else PASSES.unmarked_since(self._opened_at)
         if begun is None and scaling is None:
@@ -480,17 +482,17 @@ class Witness:
         """Look at the gradients after a pass."""
         if self._task == ended.task:
             self._settle()
-        elif self.scaling is None and ended.scaling is not None and not self._is_wide:
-            owner = self._owner()
-            if owner is not None and owner.first_with_gradient() is not None:  # it reached none that have a hook
-                self._is_wide = True  # from the next window on
-                self.scaling, self.contributors = ended.scaling, [ended.scaling.scaler]
+            return
+        scaling = None if self._is_wide or self.scaling is not None else ended.scaling
+        if scaling is not None and self._first_with_gradient() is not None:  # it reached none that have a hook
+            self._is_wide = True  # from the next window on
+            self.scaling, self.contributors = scaling, [scaling.scaler]
 
     def _settle(self) -> None:
         """Count writes to the gradient before a backward pass ended as part of that pass."""
         param = None if self._noted is None else self._noted.param()
         if param is not None and param.grad is not None:
-            self._noted = Gradient.of(param, param.grad)
+            self._noted = Gradient.of(param)
 
     def _note_scaled_loss(self, scaling: Scaling, *, is_marked: bool) -> None:
         if self.scaling is None or not (is_marked or self.left is None):
@@ -512,6 +514,10 @@ class Witness:
         model = self.taken_from if self.taken_from is not None else self.scaling
         if not (self.is_unscaled and model is not None and model.factor == 1.0):
             self._has_unscaled = True
+
+    def _first_with_gradient(self) -> Tensor | None:
+        owner = self._owner()
+        return None if owner is None else owner.first_with_gradient()
 
     def _parameters(self) -> list[Tensor]:
         owner = self._owner()
@@ -569,7 +575,3 @@ def _report_hooks(params: Iterable[Tensor]) -> None:
             "a parameter has a hook (register_hook), which sees gradients multiplied by the loss scale: a hook that is "
             "not linear, such as one that clips, is wrong there. Clip by max_grad_norm=, or after opt.unscale_()."
         )
-
-
-def _times(ratio: float | Tensor, grad: Tensor) -> Tensor:
-    return grad * (ratio.to(grad.device, grad.dtype) if isinstance(ratio, Tensor) else ratio)

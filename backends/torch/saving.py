@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.refusals import FIX, OURS, bad_state, check_moments, check_state, is_plain
 from polyamp.backends.torch.scale import LossScaler
-from polyamp.errors import StateError, warn_once
+from polyamp.errors import StateError, shown, warn_once
 from polyamp.settings import LossScaleState
 
 if TYPE_CHECKING:
+    from polyamp.backends.torch.masters import MasterWeights
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
+
+_KEYS = ("state", "param_groups", "loss_scale", "master_weights")
+_OURS = ("loss_scale", "loss_scales", "master_weights")
+# the names that running means of gradients, of their parameter's shape, have in most optimizers
+_MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
+
+FIX = "load a result of state_dict()"
 
 _PLAIN = (
     "the saved state is that of an optimizer that was not wrapped: it is loaded, the loss scale starts at init, and "
@@ -45,15 +52,15 @@ def own_part(optimizer: LossScaledOptimizer) -> dict[str, Any]:
 
 def load(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
     """Load a state; see `LossScaledOptimizer.load_state_dict`. Everything is tested before anything is changed."""
-    check_state(optimizer, saved)
-    plain = is_plain(saved)
-    scales = _initial_scales(optimizer) if plain else _scales(optimizer, saved)
-    own = {key: value for key, value in saved.items() if key not in OURS}
+    _check_state(optimizer, saved)
+    plain = _is_plain(saved)
+    scales = _scales(optimizer, saved)
+    own = {key: value for key, value in saved.items() if key not in _OURS}
     before = vars(optimizer.inner).copy()
     try:
         optimizer.inner.load_state_dict({**own, "state": {**saved["state"]}})  # ZeroRedundancyOptimizer changes it
         _keep_dtypes(optimizer.inner, saved, widened=plain and optimizer.masters is not None)
-        check_moments(optimizer.inner)
+        _check_moments(optimizer.inner)
     except Exception as error:  # torch assigns the state, and then converts what the optimizer needs of it
         vars(optimizer.inner).update(before)
         if isinstance(error, StateError):
@@ -68,18 +75,15 @@ def load(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
         optimizer.scaler.of(loss_id).resume(state)
 
 
-def _initial_scales(optimizer: LossScaledOptimizer) -> list[tuple[Any, LossScaleState]]:
-    state = optimizer.scaler.settings.initial_state()
-    return [(loss_id, state) for loss_id in (None, *optimizer.scaler.others)]
-
-
 def _saved_scale(scaler: LossScaler) -> dict[str, Any]:
     return scaler.settings.to_state_dict(scaler.state)
 
 
 def _scales(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> list[tuple[Any, LossScaleState]]:
-    read = optimizer.scaler.settings.from_state_dict
-    others = saved.get("loss_scales", {})
+    """Return the states of all losses by their ids: those saved, or those to start with, which a plain state lacks."""
+    settings, others = optimizer.scaler.settings, saved.get("loss_scales", {})
+    if _is_plain(saved):
+        return [(loss_id, settings.initial_state()) for loss_id in (None, *optimizer.scaler.others)]
     if not isinstance(others, Mapping):
         raise bad_state(
             "the saved loss scales must be a mapping",
@@ -87,6 +91,7 @@ def _scales(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> list[tu
             "a mapping from loss ids to their states",
             FIX,
         )
+    read = settings.from_state_dict
     return [(None, read(saved["loss_scale"])), *((loss_id, read(state)) for loss_id, state in others.items())]
 
 
@@ -104,3 +109,100 @@ def _keep_dtypes(inner: torch.optim.Optimizer, saved: Mapping[str, Any], *, wide
                 warn_once(_OTHER_BITS)
             elif not (widened and value.dtype in SIXTEEN_BIT):
                 inner.state[param][key] = value.to(loaded.device)
+
+
+def _is_plain(saved: object) -> bool:
+    """Return whether a saved state is that of an optimizer that was not wrapped."""
+    return isinstance(saved, Mapping) and not any(key in saved for key in _OURS)
+
+
+def _check_state(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
+    """Raise if a saved state is not one of this optimizer."""
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
+        found = f"keys {', '.join(map(str, saved))}" if isinstance(saved, Mapping) else type(saved).__name__
+        raise bad_state("the saved state is not an optimizer's", found, f"keys {', '.join(_KEYS)}", FIX)
+    _check_groups(optimizer.param_groups, saved)
+    if _is_plain(saved):
+        return
+    missing = [key for key in _KEYS if key not in saved]
+    if missing:
+        fix = f"{FIX}; without any of {', '.join(_OURS)} it is taken as a plain optimizer's"
+        raise bad_state(
+            "the saved state is incomplete", f"no {' and no '.join(missing)}", f"keys {', '.join(_KEYS)}", fix
+        )
+    if optimizer.masters is not None:
+        _check_masters(optimizer.masters, saved["master_weights"])
+    elif saved["master_weights"] is not None:
+        raise bad_state(
+            "the saved state has master weights, and this optimizer has none",
+            'something under "master_weights"',
+            "None",
+            "convert the model to the policy that it was saved under before its optimizer is wrapped",
+        )
+
+
+def _check_masters(masters: MasterWeights, saved: object) -> None:
+    own, found = _layouts(masters.masters), None
+    if isinstance(saved, Mapping) and all(isinstance(master, Tensor) for master in saved.values()):
+        found = _layouts(saved.values())
+    if found != own:
+        raise bad_state(
+            "the saved master weights are not those of this optimizer",
+            'no float32 tensors under "master_weights"' if found is None else f"{len(found)} tensors of shapes {found}",
+            f"{len(own)} tensors of shapes {own}",
+            "convert the model, and wrap its optimizer, as they were when the state was saved; of a state without "
+            'masters, load {"state": saved["state"], "param_groups": saved["param_groups"]} after the model',
+        )
+
+
+def _check_groups(groups: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
+    sizes, found = _sizes(groups), _sizes(saved["param_groups"])
+    states = saved["state"]
+    if found is None or not (isinstance(states, Mapping) and all(isinstance(s, Mapping) for s in states.values())):
+        raise bad_state(
+            "the saved state is not an optimizer's",
+            f"param_groups: {type(saved['param_groups']).__name__}, state: {type(states).__name__}",
+            "a list of groups, and a mapping from numbers of parameters to their states",
+            FIX,
+        )
+    if sizes != found:
+        raise bad_state(
+            "the parameter groups differ",
+            f"groups of {found} parameters",
+            f"groups of {sizes} parameters",
+            "build the same model and optimizer as when the state was saved",
+        )
+
+
+def _sizes(groups: object) -> list[int] | None:
+    """Return the number of parameters in each group; None if these are not groups."""
+    if not isinstance(groups, list | tuple):
+        return None
+    params = [group.get("params") if isinstance(group, Mapping) else None for group in groups]
+    sizes = [len(each) for each in params if isinstance(each, list | tuple)]
+    return sizes if len(sizes) == len(groups) else None
+
+
+def _layouts(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return shapes, and for distributed tensors also their placements over ranks."""
+    return [
+        (tuple(tensor.shape), tensor.placements) if hasattr(tensor, "placements") else tuple(tensor.shape)
+        for tensor in tensors
+    ]
+
+
+def _check_moments(inner: torch.optim.Optimizer) -> None:
+    """Refuse running means that do not have their parameter's shape; the next step would fail in the middle."""
+    for param, state in inner.state.items():
+        for key in _MOMENTS & (state or {}).keys():  # another rank may have the state
+            value = state[key]
+            if key != "momentum_buffer" or value is not None:  # SGD's is None before the first step
+                found = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else shown(value)
+                if found != f"shape {tuple(param.shape)}":
+                    allowed = f"a tensor of the parameter's shape {tuple(param.shape)}"
+                    raise bad_state(f"the saved {key} does not fit its parameter", found, allowed, FIX)
+
+
+def bad_state(what: str, found: str, allowed: str, fix: str) -> StateError:
+    """Return the error for a saved state that cannot be loaded."""
+    return StateError(what, where="load_state_dict(saved)", found=found, allowed=allowed, fix=fix)

@@ -35,8 +35,7 @@ from polyamp.backends.torch.kernels.control import (
     where,
 )
 from polyamp.backends.torch.ranks import has_peers
-from polyamp.backends.torch.refusals import checked_scale, not_a, scaled_loss
-from polyamp.errors import no_loss, shown
+from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, shown, wrong_type
 from polyamp.formats import in_single
 from polyamp.scale import advance, non_finite_loss, on_host, report_limits, report_nonfinite_loss
 from polyamp.settings import LossScale, LossScaleState
@@ -75,7 +74,12 @@ class LossScaler:
         if loss_id is None:
             return self
         if not isinstance(loss_id, Hashable):
-            raise not_a(Hashable, loss_id, where="scale(loss, loss_id=)", fix="give a string or a number")
+            raise wrong_type(
+                loss_id,
+                where="scale(loss, loss_id=)",
+                allowed="anything hashable",
+                fix="give a string or a number",
+            )
         if loss_id not in self.others:
             self.others[loss_id] = LossScaler(self.settings, self.compute)
         return self.others[loss_id]
@@ -99,7 +103,14 @@ class LossScaler:
         """
         losses = losses_in(loss)
         if any(map(provenance.is_scaled, losses)):
-            raise scaled_loss()
+            raise UsageError(
+                "the loss is scaled already",
+                where="scale(loss), backward(loss), or a trainer's backward that scales the loss itself",
+                found="a result of scale(loss)",
+                allowed="the loss that the model computed",
+                fix="scale it once: pass the loss itself to backward(loss), also to manual_backward and "
+                "accelerator.backward",
+            )
         owner = None if by is None or torch.compiler.is_compiling() else id(by)
         if not self.settings.check:
             provenance.follow(losses, provenance.Scaling(self, self.state.scale, owner))
@@ -206,8 +217,14 @@ class LossScaler:
         return noted
 
     def set(self, scale: object, *, where: str) -> None:
-        """Change the scale, rounded to float32; counters stay unchanged."""
-        self.resume(on_host(self.state)._replace(scale=in_single(checked_scale(scale, self.settings, where=where))))
+        """Change the scale, rounded to float32, if it is within the settings' limits; counters stay unchanged."""
+        least, most, fix = self.settings.min, self.settings.max, "give a number within LossScale(min=..., max=...)"
+        if not is_number(scale):
+            raise wrong_type(scale, where=where, allowed="a number", fix=fix, what="the loss scale must be a number")
+        if not least <= scale <= most:
+            allowed, what = f"between {least:g} and {most:g}", "the loss scale is outside its limits"
+            raise InvalidValueError(what, where=where, found=scale, allowed=allowed, fix=fix)
+        self.resume(on_host(self.state)._replace(scale=in_single(float(scale))))
 
     def resume(self, state: LossScaleState) -> None:
         """Resume from a state."""

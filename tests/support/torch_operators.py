@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polyamp import LossScale
-from polyamp.backends.torch.kernels import reference
+from polyamp.backends.torch.kernels import operators
 from polyamp.backends.torch.kernels.arguments import DECOUPLED, MAXIMIZE, NESTEROV, SGD, Adam, Settings
 from polyamp.backends.torch.kernels.control import SIZE, pack_
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
@@ -38,7 +38,7 @@ SHAPES: list[tuple[int, ...]] = [(), (0,), (7,), (3, 3), (CHUNK - 1,), (CHUNK,),
 SCALE = 64.0
 
 
-REFERENCE = SimpleNamespace(**{name: getattr(reference, name) for name in vars(reference) if not name.startswith("_")})
+REFERENCE = SimpleNamespace(**{name: getattr(operators, name) for name in operators.SCHEMAS})
 
 
 class Problem:

@@ -783,9 +783,9 @@ def test_a_program_ends_as_in_plain_pytorch(program: Program, kind: Kind, fused_
     assert outcome(program, kind, fused_step=fused_step) == "right"
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-def test_a_compiled_step_ends_as_in_plain_pytorch(kind: Kind) -> None:
-    assert outcome(compiles_the_step, kind) == "right"
+@pytest.mark.parametrize("name", ["float16", "bfloat16-masters"])
+def test_a_compiled_step_ends_as_in_plain_pytorch(name: str) -> None:
+    assert outcome(compiles_the_step, KINDS[name]) == "right"
 
 
 @EVERYWHERE

@@ -4,22 +4,26 @@
     scale_loss    `LossScaledOptimizer.scale`, and `unscale_` when the block ends
     step          the wrapper's step: an overflow in any block since the last step skips it
 
-It runs on all devices, and differs from Apex where polyamp promises more: a static loss scale also skips an overflow,
-a loss that is not finite skips the step, and a step on an unscaled loss is refused.
+All optimizers share the loss scales, one for each loss. It runs on all devices, and differs from Apex where polyamp
+promises more: a static loss scale also skips an overflow, a loss that is not finite skips the step, and a step on an
+unscaled loss is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from polyamp.backends.torch.apex_casts import (
+    FORMATS,
     AmpHandle,
+    cast_model,
     casts_off,
     float_function,
     half_function,
@@ -27,33 +31,24 @@ from polyamp.backends.torch.apex_casts import (
     register_float_function,
     register_half_function,
     register_promote_function,
-)
-from polyamp.backends.torch.apex_losses import (
-    Properties,
-    ShownScaler,
-    _amp_state,
-    load_state_dict,
-    master_params,
-    scale_loss,
-    state_dict,
+    turn_on,
 )
 from polyamp.backends.torch.attached import Attached, attach, wrapper_of
-from polyamp.backends.torch.casting import cast_tensor, cast_to
-from polyamp.backends.torch.convert import convert
+from polyamp.backends.torch.autocast.casts import forget_casts
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.grad_scaler import unscale_once
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.scale import LossScaler
 from polyamp.errors import (
     InvalidTypeError,
     InvalidValueError,
+    StateError,
     UsageError,
     no_optimizer,
     shown,
-    unreported,
     warn_deprecated,
     wrapped_already,
 )
-from polyamp.policies import policy
 from polyamp.run import current, found
 from polyamp.settings import LossScale
 
@@ -72,7 +67,61 @@ __all__ = [
     "state_dict",
 ]
 
-_FORMATS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+@dataclass
+class Properties:
+    """The options in force, under Apex' names. Programs read them as ``_amp_state.opt_properties.master_weights``."""
+
+    enabled: bool = False
+    opt_level: str | None = None
+    cast_model_type: Any = None
+    patch_torch_functions: bool = False
+    keep_batchnorm_fp32: bool | None = None
+    master_weights: bool | None = None
+    loss_scale: Any = 1.0
+
+
+class AmpState(ModuleType):
+    """What `initialize` decided, and the loss scales, which all its optimizers share."""
+
+    # Apex has a module and an object of the name ``_amp_state``. Here they are one.
+    opt_properties: Properties  # missing before the first call of `initialize`
+
+    def __init__(self) -> None:
+        super().__init__("apex.amp._amp_state")
+        self.handle: AmpHandle | None = None
+        self.loss_scalers: list[ShownScaler] = []
+        self.scaler = LossScaler(LossScale.like("apex"))
+        self._amp_state = self
+
+
+class ShownScaler:
+    """A loss scale under Apex' names."""
+
+    def __init__(self, scaler: LossScaler, loss_id: int) -> None:
+        self._scaler = scaler
+        self.key = loss_id or None  # the loss without an id in polyamp has number 0 here
+
+    @property
+    def scaler(self) -> LossScaler:
+        """Polyamp's loss scaler."""
+        return self._scaler.of(self.key)
+
+    def loss_scale(self) -> float:
+        """Return the scale. Waits for the device if it is on one."""
+        return float(self.scaler.state.scale)
+
+    def _set(self, scale: float) -> None:
+        if not self.scaler.settings.dynamic:
+            self.scaler.settings = LossScale.fixed(scale).in_float32()
+        self.scaler.set(scale, where="loss_scaler._loss_scale = scale")
+
+    _loss_scale = property(loss_scale, _set)
+    _unskipped = property(lambda self: int(self.scaler.state.good_steps))
+
+
+_amp_state = AmpState()
+
 
 _INSTEAD = {
     "O0": "no line: a plain optimizer trains in float32",
@@ -92,7 +141,7 @@ _LEVELS = {
 # The values of an option, the levels that it is for, and the values that change nothing at the others.
 _FLAGS = (True, False)
 _OPTIONS: dict[str, tuple[tuple[Any, ...], str, tuple[Any, ...]]] = {
-    "cast_model_type": ((*_FORMATS, False), "O2 or O3", (False, torch.float32)),
+    "cast_model_type": ((*FORMATS, False), "O2 or O3", (False, torch.float32)),
     "patch_torch_functions": (_FLAGS, "O1", (False,)),
     "keep_batchnorm_fp32": ((*_FLAGS, "True", "False"), "O2 or O3", ()),
     "master_weights": (_FLAGS, "O2 or O3", ()),
@@ -174,8 +223,8 @@ def initialize(
     replacing: dict[str, Any] = {"cast_model_type": cast_model_type, "patch_torch_functions": patch_torch_functions}
     replacing |= {"keep_batchnorm_fp32": keep_batchnorm_fp32, "master_weights": master_weights}
     properties = _properties(opt_level, loss_scale, replacing)
-    if cast_model_outputs not in (None, *_FORMATS):
-        raise _wrong("cast_model_outputs", cast_model_outputs, ", ".join(map(str, _FORMATS)))
+    if cast_model_outputs not in (None, *FORMATS):
+        raise _wrong("cast_model_outputs", cast_model_outputs, ", ".join(map(str, FORMATS)))
     if not isinstance(num_losses, int) or num_losses < 1:
         raise _wrong("num_losses", num_losses, "1 or more")
     settings = _settings(properties.loss_scale, min_loss_scale, max_loss_scale)
@@ -187,10 +236,10 @@ def initialize(
         _check_optimizer(optimizer)
     _amp_state.opt_properties = properties
     for model in some_models:
-        _cast(model, properties, cast_model_outputs)
+        cast_model(model, properties.cast_model_type, properties.keep_batchnorm_fp32, cast_model_outputs)
     _share_scales(properties, settings, num_losses, some_optimizers)
     if properties.patch_torch_functions:
-        _turn_on(some_models)
+        _amp_state.handle = turn_on(_amp_state.handle, some_models)
     return models if not some_optimizers else (models, optimizers)
 
 
@@ -236,34 +285,13 @@ def _check_optimizer(optimizer: Any) -> None:
         raise wrapped_already(type(optimizer).__name__, fix="pass each plain optimizer to amp.initialize once")
 
 
-def _cast(model: nn.Module, properties: Properties, outputs: torch.dtype | None) -> None:
-    """Cast a model as the options want, and its inputs and outputs on every call."""
-    dtype = properties.cast_model_type
-    if dtype:  # all layers, except batch norms if they are kept
-        rules = {**({"batch_norm": "inner"} if properties.keep_batchnorm_fp32 else {}), "*_norm": "lower"}
-        form, output = _FORMATS[dtype], _FORMATS[outputs or torch.float32]
-        with unreported():  # a model without norms is not a mistake
-            convert(model, policy(param=form, compute=form, output=output, rules=rules))
-        for module in model.modules():
-            module.register_state_dict_post_hook(_show_float32)  # type: ignore[no-untyped-call]
-    elif outputs is not None:
-        model.register_forward_hook(lambda _, __, out: cast_to(out, outputs, modules=False))
-
-
-def _show_float32(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Replace 16-bit values of a state dict by float32 ones."""
-    for key, value in state.items():
-        if key.startswith(prefix) and isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT:
-            state[key] = cast_tensor(value, torch.float32)
-
-
 def _share_scales(
     properties: Properties, settings: LossScale, count: int, optimizers: Iterable[torch.optim.Optimizer]
 ) -> None:
     """Start the loss scales anew, also for the optimizers of earlier calls, as in Apex, and attach the new ones."""
     dtype = torch.float16 if properties.patch_torch_functions else properties.cast_model_type or torch.float32
     shared = _amp_state.scaler
-    LossScaler.__init__(shared, settings, _FORMATS[dtype])
+    LossScaler.__init__(shared, settings, FORMATS[dtype])
     _amp_state.loss_scalers = [ShownScaler(shared, loss_id) for loss_id in range(count)]
     for optimizer in optimizers:
         if properties.cast_model_type and not properties.master_weights:
@@ -280,18 +308,6 @@ def _share_scales(
             session.holders.append(wrapper)
 
 
-def _turn_on(models: Iterable[nn.Module]) -> None:
-    """Enter O1 here and in the calls of the models. Models of several calls share one handle while it is active."""
-    handle = _amp_state.handle
-    if handle is None or not handle.is_open:
-        handle = _amp_state.handle = AmpHandle()
-    handle.enter()
-    for model in models:
-        handle.watch(model)
-    if (session := current()) is not None:
-        session.callback(handle._deactivate)
-
-
 class _Initialized(Attached):
     """An optimizer of `initialize`: its step is made as it is written, and `state_dict` has the loss scales."""
 
@@ -301,3 +317,132 @@ class _Initialized(Attached):
     def polyamp_step(wrapper: LossScaledOptimizer, closure: Any, **kwargs: Any) -> Any:
         with casts_off() if closure is None else nullcontext():  # a closure, which calls the model, has O1's formats
             return wrapper.step(closure, **kwargs)
+
+
+def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the parameters that an optimizer trains: master weights in place of 16-bit parameters.
+
+    >>> [param.shape for param in master_params(torch.optim.SGD([torch.ones(2)], lr=0.1))]
+    [torch.Size([2])]
+    """
+    warn_deprecated("apex.amp.master_params(opt)", "opt.clip_grad_norm_(max_norm), or opt.param_groups")
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+@contextmanager
+def scale_loss(
+    loss: Any,
+    optimizers: Any,
+    loss_id: int = 0,
+    model: Any = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[Any]:
+    """Multiply a loss by its scale, for the backward pass of the block, and unscale the gradients when the block ends.
+
+    Blocks before one step add up, also with other optimizers and losses. An overflow in any of them skips the step.
+
+    Args:
+        loss: floating-point tensor.
+        optimizers: an optimizer of `initialize`, or several.
+        loss_id: number of the loss, below ``num_losses``: each has its own scale.
+        model: not used.
+        delay_unscale: leave the gradients scaled: a later block, or the step, unscales them.
+        delay_overflow_check: not used.
+
+    Raises:
+        UsageError: `initialize` was not called, or not with these optimizers; the backward pass was not that of the
+            scaled loss; or the gradients of the last step were not cleared.
+        InvalidValueError: there is no such loss.
+    """
+    warn_deprecated(
+        "with apex.amp.scale_loss(loss, opt) as scaled: scaled.backward()", "opt.backward(loss)", stacklevel=4
+    )
+    if not hasattr(_amp_state, "opt_properties"):
+        raise UsageError(
+            "a loss is scaled before anything was initialized",
+            where="amp.scale_loss",
+            fix="call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first",
+        )
+    if not _amp_state.opt_properties.enabled:
+        yield loss
+        return
+    wrapped, shown_scaler = _wrapped(optimizers), _scaler_of(loss_id)
+    yield wrapped[0].scale(loss, shown_scaler.key)
+    if not delay_unscale:
+        for one in wrapped:
+            unscale_once(one)
+        flags = [flag for one in wrapped if (flag := one.findings.flags.get(shown_scaler.scaler)) is not None]
+        for one in wrapped if len(flags) > 1 else ():  # all skip if the block made one of them skip, as in Apex
+            one.findings.skip_with(torch.stack([flag.to(flags[0].device) for flag in flags]).amax())
+    forget_casts()
+
+
+def _wrapped(optimizers: Any) -> list[LossScaledOptimizer]:
+    given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    known = [one for one in map(wrapper_of, given) if one is not None]
+    if not known or len(known) < len(given):
+        raise UsageError(
+            "the optimizer did not go through amp.initialize",
+            where="amp.scale_loss(loss, optimizers)",
+            found=", ".join(map(shown, given)) or "no optimizer",
+            fix="model, optimizer = amp.initialize(model, optimizer, opt_level=...)",
+        )
+    return known
+
+
+def _scaler_of(loss_id: int) -> ShownScaler:
+    if not 0 <= loss_id < len(_amp_state.loss_scalers):
+        raise InvalidValueError(
+            "there is no loss of this number",
+            where="amp.scale_loss(loss_id=)",
+            found=loss_id,
+            allowed=f"0 to {len(_amp_state.loss_scalers) - 1}",
+            fix="pass num_losses= to amp.initialize",
+        )
+    return _amp_state.loss_scalers[loss_id]
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the loss scales as ``{"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}``.
+
+    The state of an optimizer has them too, with everything else that it needs to resume bit for bit.
+    """
+    warn_deprecated(
+        "apex.amp.state_dict()", "opt.state_dict(), which has the loss scale, or polyamp.save_loss_scale(opt)"
+    )
+    destination = {} if destination is None else destination
+    for number, scaler in enumerate(_amp_state.loss_scalers):
+        destination[f"loss_scaler{number}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+    return destination
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Resume the loss scales from a result of `state_dict`, also of Apex' own.
+
+    If there are more losses in the state than ``num_losses``, the others are left out, as in Apex.
+
+    Raises:
+        StateError: it is another kind of state, or a scale is outside the settings; nothing is changed.
+    """
+    warn_deprecated(
+        "apex.amp.load_state_dict(saved)", "opt.load_state_dict(saved), or polyamp.load_loss_scale(opt, saved)"
+    )
+    saved = list(state_dict.items()) if isinstance(state_dict, Mapping) else [(shown(state_dict), None)]
+    for key, one in saved:
+        if "loss_scaler" not in str(key) or not (isinstance(one, Mapping) and {"loss_scale", "unskipped"} <= set(one)):
+            raise StateError(
+                "this is not a state of apex.amp",
+                where="amp.load_state_dict(saved)",
+                found=f"{key}: {shown(one)}",
+                allowed="loss_scaler0, ..., each with loss_scale and unskipped",
+            )
+    loaded = []
+    for shown_scaler, (_, one) in zip(_amp_state.loss_scalers, saved, strict=False):
+        scaler = shown_scaler.scaler
+        settings = scaler.settings if scaler.settings.dynamic else LossScale.fixed(one["loss_scale"])  # any number
+        loaded.append((scaler, settings, settings.from_state_dict({"loss_scaler0": dict(one)})))
+    for scaler, settings, state in loaded:
+        scaler.settings = settings
+        scaler.resume(state)

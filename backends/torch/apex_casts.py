@@ -1,15 +1,15 @@
-"""The formats of Apex' O1: a region that holds until it is turned off, and functions whose format the program chooses.
+"""The formats of Apex' levels: models that are cast, O1's region, and functions whose format the program chooses.
 
-Apex replaced PyTorch's functions for the whole process, which covers losses outside of the model's forward pass. A
-region of polyamp belongs to a thread. An `AmpHandle` enters it in the thread that makes it, and in each thread that
-calls a model of `amp.initialize`, and leaves it when it is deactivated.
+For O1, Apex replaced PyTorch's functions for the whole process, which covers losses outside of the model's forward
+pass. A region of polyamp belongs to a thread. An `AmpHandle` enters it in the thread that makes it, and in each thread
+that calls a model of `amp.initialize`, and leaves it when it is deactivated.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import BuiltinFunctionType, MethodDescriptorType, ModuleType
 from typing import Any, TypeVar
@@ -19,15 +19,40 @@ from torch import Tensor, nn
 
 from polyamp.backends.torch.autocast.casts import forget_casts
 from polyamp.backends.torch.autocast.context import autocast_context
-from polyamp.backends.torch.casting import cast_to, leaves
-from polyamp.errors import InvalidValueError, warn_deprecated
+from polyamp.backends.torch.casting import cast_tensor, cast_to, leaves
+from polyamp.backends.torch.convert import convert
+from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.errors import InvalidValueError, unreported, warn_deprecated
 from polyamp.policies import policy
+from polyamp.run import current
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 Cast = Callable[[Any], Any]
 
+FORMATS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
 _FLOAT16, _FLOAT32 = policy("mixed_float16"), policy("float32")
 _INSTEAD = 'polyamp.policy("mixed_float16", rules={"name": "full"}), or "lower"'
+
+
+def cast_model(model: nn.Module, dtype: Any, keep_batchnorm_fp32: bool | None, outputs: torch.dtype | None) -> None:
+    """Cast a model as the options want, and its inputs and outputs on every call."""
+    if dtype:  # all layers, except batch norms if they are kept
+        rules = {**({"batch_norm": "inner"} if keep_batchnorm_fp32 else {}), "*_norm": "lower"}
+        form, output = FORMATS[dtype], FORMATS[outputs or torch.float32]
+        with unreported():  # a model without norms is not a mistake
+            convert(model, policy(param=form, compute=form, output=output, rules=rules))
+        for module in model.modules():
+            module.register_state_dict_post_hook(_show_float32)  # type: ignore[no-untyped-call]
+    elif outputs is not None:
+        model.register_forward_hook(lambda _, __, out: cast_to(out, outputs, modules=False))
+
+
+def _show_float32(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Replace 16-bit values of a state dict by float32 ones."""
+    for key, value in state.items():
+        if key.startswith(prefix) and isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT:
+            state[key] = cast_tensor(value, torch.float32)
 
 
 class _Here(threading.local):
@@ -82,6 +107,18 @@ class AmpHandle:
             _leave_here()
         while self._replaced:
             setattr(*self._replaced.pop())
+
+
+def turn_on(handle: AmpHandle | None, models: Iterable[nn.Module]) -> AmpHandle:
+    """Enter O1 here and in the calls of the models. Models of several calls share one handle while it is active."""
+    if handle is None or not handle.is_open:
+        handle = AmpHandle()
+    handle.enter()
+    for model in models:
+        handle.watch(model)
+    if (session := current()) is not None:
+        session.callback(handle._deactivate)
+    return handle
 
 
 def _call_ends(model: nn.Module, args: Any, outputs: Any) -> None:

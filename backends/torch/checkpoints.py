@@ -36,7 +36,7 @@ MASTER, NOTHING, REST = "polyamp_master", "polyamp_no_master", "polyamp"
 Saved = dict[str, Any]
 
 
-class ShownState:
+class StateNames:
     """The names of each parameter's state, by the model's parameters: all that is read of an optimizer's ``state``."""
 
     def __init__(self, optimizer: LossScaledOptimizer) -> None:
@@ -48,14 +48,14 @@ class ShownState:
     def __getitem__(self, param: Tensor) -> list[str]:
         names = _names.setdefault(self._optimizer, {})
         if id(param) not in names:
-            names.update((id(each), list(state)) for each, state in shown_states(self._optimizer).items())
+            names.update((id(each), list(state)) for each, state in model_states(self._optimizer).items())
         return names[id(param)]
 
 
 _names: weakref.WeakKeyDictionary[LossScaledOptimizer, dict[int, list[str]]] = weakref.WeakKeyDictionary()
 
 
-def shown_groups(optimizer: LossScaledOptimizer) -> list[dict[str, Any]]:
+def param_groups(optimizer: LossScaledOptimizer) -> list[dict[str, Any]]:
     """Return the parameter groups, with the model's own parameters."""
     models = iter(list(optimizer.model_parameters()))
     groups = [{**group, "params": [next(models) for _ in group["params"]]} for group in optimizer.inner.param_groups]
@@ -63,7 +63,7 @@ def shown_groups(optimizer: LossScaledOptimizer) -> list[dict[str, Any]]:
     return groups
 
 
-def shown_states(optimizer: LossScaledOptimizer) -> dict[Tensor, Saved]:
+def model_states(optimizer: LossScaledOptimizer) -> dict[Tensor, Saved]:
     """Return the states by the model's own parameters."""
     keys = [param for group in optimizer.inner.param_groups for param in group["params"]]
     kept = {**_initial_states(optimizer), **optimizer.inner.state}
@@ -75,38 +75,38 @@ def shown_states(optimizer: LossScaledOptimizer) -> dict[Tensor, Saved]:
     return states
 
 
-def shown(optimizer: LossScaledOptimizer) -> Saved:
+def state_dict(optimizer: LossScaledOptimizer) -> Saved:
     """Return the state dict, in torch's own form."""
     numbers = {id(param): number for number, param in enumerate(optimizer.model_parameters())}
-    groups = shown_groups(optimizer)
+    groups = param_groups(optimizer)
     for group in groups:
         group["params"] = [numbers[id(param)] for param in group["params"]]
     return {
-        "state": {numbers[id(param)]: state for param, state in shown_states(optimizer).items()},
+        "state": {numbers[id(param)]: state for param, state in model_states(optimizer).items()},
         "param_groups": groups,
     }
 
 
-def is_shown(saved: Any) -> bool:
-    """Return whether a state was made by `shown`."""
+def is_checkpoint(saved: Any) -> bool:
+    """Return whether a state was made by `state_dict`."""
     groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
     return isinstance(groups, list | tuple) and any(isinstance(one, Mapping) and REST in one for one in groups)
 
 
-def unpacked(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> Saved:
-    """Return the state dict in the form of `LossScaledOptimizer.state_dict`, from the result of `shown`."""
+def read(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> Saved:
+    """Return the state dict in the form of `LossScaledOptimizer.state_dict`, from the result of `state_dict`."""
     # A frozen parameter has no state in it, so its master keeps its value, which is the parameter's.
     groups = [{key: value for key, value in group.items() if key != REST} for group in saved["param_groups"]]
-    ours = next(group for group in saved["param_groups"] if REST in group)
+    rest = next(group[REST] for group in saved["param_groups"] if REST in group)
     try:
-        kept = json.loads(ours[REST])
+        kept = json.loads(rest)
         numbers = [number for group in groups for number in group["params"]]
         states = {number: _without_gaps(saved["state"].get(number, {})) for number in numbers}
         for place in kept["without_state"]:
             states[numbers[place]] = {k: v for k, v in states[numbers[place]].items() if k == MASTER}
         masters = _read_masters(optimizer, [state.pop(MASTER, None) for state in states.values()])
         scales = {ast.literal_eval(loss_id): scale for loss_id, scale in kept["loss_scales"].items()}
-        read: Saved = {
+        ours: Saved = {
             "loss_scale": kept["loss_scale"],
             **({"loss_scales": scales} if scales else {}),
             "master_weights": masters or None,
@@ -116,7 +116,7 @@ def unpacked(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> Saved:
         raise saving.bad_state(
             "the saved state is not a wrapped optimizer's", what, "a result of get_state_dict", "load that"
         ) from error
-    return {"state": {number: state for number, state in states.items() if state}, "param_groups": groups, **read}
+    return {"state": {number: state for number, state in states.items() if state}, "param_groups": groups, **ours}
 
 
 def _initial_states(optimizer: LossScaledOptimizer) -> dict[Tensor, Saved]:
@@ -182,11 +182,11 @@ def _without_gaps(state: Mapping[str, Any]) -> Saved:
     return {key: value for key, value in state.items() if key != NOTHING and value != {}}
 
 
-def _read_masters(optimizer: LossScaledOptimizer, given: list[Any]) -> dict[int, Tensor]:
+def _read_masters(optimizer: LossScaledOptimizer, found: list[Any]) -> dict[int, Tensor]:
     """Return the masters in their order, from the value found for each parameter."""
     own = _masters(optimizer)
     read = (
         master if master is not None or param.requires_grad else own.get(id(param))
-        for param, master in zip(optimizer.model_parameters(), given, strict=False)
+        for param, master in zip(optimizer.model_parameters(), found, strict=False)
     )
     return dict(enumerate(master for master in read if master is not None))

@@ -608,7 +608,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     @property
     def param_groups(self) -> Groups:
         """The inner optimizer's groups, with master weights in place of 16-bit parameters."""
-        return checkpoints.shown_groups(self) if asked_by_checkpoint() else self.inner.param_groups
+        return checkpoints.param_groups(self) if asked_by_checkpoint() else self.inner.param_groups
 
     @param_groups.setter
     def param_groups(self, groups: Groups) -> None:
@@ -617,7 +617,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     @property
     def state(self) -> Any:
         """The inner optimizer's state, by parameter."""
-        return checkpoints.ShownState(self) if asked_by_checkpoint() else self.inner.state
+        return checkpoints.StateNames(self) if asked_by_checkpoint() else self.inner.state
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -632,7 +632,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         >>> sorted(opt.state_dict())
         ['loss_scale', 'master_weights', 'param_groups', 'state']
         """
-        return checkpoints.shown(self) if asked_by_checkpoint() else saving.save(self)
+        return checkpoints.state_dict(self) if asked_by_checkpoint() else saving.save(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume bit for bit from a result of `state_dict`; the state keeps its dtypes.
@@ -642,7 +642,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         Raises:
             StateError: it is another kind of state, incomplete, or of other parameters; nothing is changed.
         """
-        saving.load(self, checkpoints.unpacked(self, state_dict) if checkpoints.is_shown(state_dict) else state_dict)
+        saving.load(self, checkpoints.read(self, state_dict) if checkpoints.is_checkpoint(state_dict) else state_dict)
         self.has_stepped = False
 
 

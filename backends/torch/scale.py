@@ -25,9 +25,9 @@ from polyamp.backends.torch.kernels.control import (
     LateValues,
     applied_flag,
     check_first_use,
+    constant,
     decode,
     is_captured,
-    kept,
     on_device,
     pack_,
     report_of,
@@ -173,9 +173,9 @@ class LossScaler:
 
     def _report(self, finite: Tensor) -> Tensor:
         """Return the report of a step, in the form of polyamp's operators."""
-        known = self.loss_was_finite
-        is_finite = known if isinstance(known, Tensor) else kept(int(known is not False), torch.int32, finite.device)
-        return report_of(self.state, finite, is_finite.to(finite.device))
+        known, device = self.loss_was_finite, finite.device
+        number = constant(int(known is not False), torch.int32, device)
+        return report_of(self.state, finite, known.to(device) if isinstance(known, Tensor) else number)
 
     @property
     def has_losses(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.kernels.control import kept
+from polyamp.backends.torch.kernels.control import constant
 from polyamp.settings import LossScale
 
 Group = Mapping[str, Any]
@@ -150,7 +150,7 @@ def rules_of(
     if all(map(_on_host, lrs)):
         return _rows(numbers), []
     return _rows(numbers), [
-        kept(float(lr), torch.float32, device) if _on_host(lr) else lr.detach().reshape(()).float() for lr in lrs
+        constant(float(lr), torch.float32, device) if _on_host(lr) else lr.detach().reshape(()).float() for lr in lrs
     ]
 
 

@@ -91,26 +91,26 @@ def scale_on(scale: float | Tensor, device: torch.device) -> Tensor:
 def where(condition: Tensor, one: Any, other: Any) -> Tensor:
     """Return ``torch.where`` for `polyamp.advance`, with numbers cached on the device instead of sent each time."""
     if not isinstance(one, Tensor):
-        one = kept(one, other.dtype, condition.device)
+        one = constant(one, other.dtype, condition.device)
     if not isinstance(other, Tensor):
-        other = kept(other, one.dtype, condition.device)
+        other = constant(other, one.dtype, condition.device)
     return torch.where(condition, one, other)
 
 
-def kept(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def constant(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a cached scalar on a device, which nobody may change."""
     # A scalar that is created while a CUDA graph is captured belongs to the graph: it has no value before the first
     # replay.
     key = number, dtype, device
-    scalar = _kept.get(key)
+    scalar = _constants.get(key)
     if scalar is None:
         scalar = torch.full((), number, dtype=dtype, device=device)  # a fill, not a copy that waits
         if not is_captured():
-            _kept[key] = scalar
+            _constants[key] = scalar
     return scalar
 
 
-_kept: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+_constants: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
 
 def _scalar(value: Any, dtype: torch.dtype) -> Tensor:

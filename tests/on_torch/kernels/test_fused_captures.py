@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import polyamp
 from polyamp.backends.torch import scale
 from polyamp.backends.torch.kernels import control
-from polyamp.backends.torch.kernels.control import kept
+from polyamp.backends.torch.kernels.control import constant
 from polyamp.errors import InvalidValueError, UsageError
 from support.torch_steps import COVERED, DEVICES, Way, close, everything, loss_of, network, same, train, wrapped
 
@@ -33,20 +33,20 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 @pytest.fixture
 def no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "_kept", {})
+    monkeypatch.setattr(control, "_constants", {})
 
 
 @pytest.mark.usefixtures("no_numbers")
 def test_a_number_that_is_made_in_a_capture_is_not_kept(capture: Callable[[bool], None]) -> None:
     capture(True)
-    in_graph = kept(3.0, torch.float32, CPU)
-    assert kept(3.0, torch.float32, CPU) is not in_graph
+    in_graph = constant(3.0, torch.float32, CPU)
+    assert constant(3.0, torch.float32, CPU) is not in_graph
     capture(False)
-    eager = kept(3.0, torch.float32, CPU)
+    eager = constant(3.0, torch.float32, CPU)
     assert eager is not in_graph
-    assert kept(3.0, torch.float32, CPU) is eager
+    assert constant(3.0, torch.float32, CPU) is eager
     capture(True)
-    assert kept(3.0, torch.float32, CPU) is eager  # made before, it has its value
+    assert constant(3.0, torch.float32, CPU) is eager  # made before, it has its value
 
 
 @pytest.mark.parametrize("name", ["adamw", "momentum", "sgd"])

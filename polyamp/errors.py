@@ -393,7 +393,7 @@ INSTEAD = {
 
 
 def no_method(owner: object, name: str, instead: Mapping[str, str] = INSTEAD) -> AttributeError:
-    """Return the error for an attribute that does not exist, which names the call to make for another framework's."""
+    """Return the error for a missing attribute. For one that another framework has, it names the call to make."""
     kind = type(owner).__name__
     if name not in instead:
         return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)

@@ -298,7 +298,7 @@ def current_policy() -> Policy:
 
 
 def enter(policy: Policy, owner: object, held: Any = None) -> None:
-    """Make a policy the current one until `leave`, which returns what is held."""
+    """Make a policy the current one until `leave(owner)`, which returns ``held``."""
     _INNERMOST.set((policy, owner, held, _INNERMOST.get()))
 
 

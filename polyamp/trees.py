@@ -19,7 +19,7 @@ from polyamp.errors import InvalidTypeError, reading
 
 
 def walk(objects: Iterable[object]) -> Iterator[object]:
-    """Yield each object once, then the contents of containers."""
+    """Yield these objects and all that is in their containers, each object once."""
     seen: dict[int, object] = {}  # what is seen lives on, so that no other object gets its id
     rest = [*objects][::-1]
     while rest:

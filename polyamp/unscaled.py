@@ -29,7 +29,7 @@ _KEPT = 16  # most calls to keep
 
 
 def gradients_in(grads: Any, where: str) -> list[Any]:
-    """Return gradients as a list. Refuse a container in it: a framework would convert it, along every path."""
+    """Return gradients as a list. Refuse containers among them, which a framework would convert along every path."""
     is_list = isinstance(grads, Iterable) and not hasattr(grads, "dtype")
     found = list(grads) if is_list else [grads]
     wrong = [one for one in found if one is not None and "float" not in str(getattr(one, "dtype", ""))]

@@ -75,7 +75,7 @@ class Health(Report):
 
     @property
     def unexpected(self) -> int:
-        """Return the number of the other skipped steps: their gradients were larger than those of the steps before."""
+        """Return the number of steps skipped for another reason: their gradients were suddenly larger."""
         return self.skipped - self.calibrating - self.periodic
 
     @property

@@ -303,7 +303,7 @@ def _margin(given: float | str) -> tuple[float, bool]:
 
 
 def _variants(policy: Policy, controls: bool) -> dict[str, Policy]:
-    """Return a policy by an empty name, and what should train worse than it by the names of the controls."""
+    """Return the policy and its negative controls by name. The policy's own name is empty."""
     variants = {"": policy}
     if controls and policy.compute == "float16":
         variants["no loss scaling"] = make_policy(policy, loss_scale=LossScale.fixed(1))

@@ -122,7 +122,7 @@ class Recording:
 
     @property
     def is_forward_sound(self) -> bool:
-        """Return whether the forward pass has a finite loss, or where the step shows no loss, is finite throughout."""
+        """Return whether the loss is finite; for a step that shows no loss, whether its whole forward pass is."""
         seen = [one.spread for one in self.of_kind(ACTIVATION)]
         if self.loss is None:
             return all(spread.is_finite for spread in seen)

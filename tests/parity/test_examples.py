@@ -39,7 +39,7 @@ def start(name: str, *options: str | Path, cwd: Path) -> str:
 def test_example_prints_its_table_when_it_runs_by_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(monkeypatch, "torch_digits.py")  # test_training.py trains all four
+    run(monkeypatch, "torch_digits.py")  # test_demo.py trains all four
     printed = capsys.readouterr().out
     heading, *rows = [line.split() for line in printed.splitlines() if line.strip()]
     assert heading == ["policy", "accuracy", "loss", "scale", "skipped"]

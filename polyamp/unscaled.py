@@ -138,19 +138,23 @@ class ScaledLosses:
         self.finite: Any = None  # whether the last loss was finite; scalar bool
         self._place: Any = None  # what was traced around it; None in eager code
         self._scale: Any = None  # its scale; None if it is not known
-        self._noted = 0  # when it was scaled
+        self._scaled = 0  # when it was scaled
+        self._noted = 0  # the same, or when the scale was read after that, perhaps to multiply a loss by it
         self._claimed = next(_turns)  # when gradients came last
-        self._is_elsewhere = False  # whether losses may be scaled unseen, as in a compiled function
+        self._open = 0  # traces that scaled a loss and made no step: compiled, they scale losses unseen
+        self._opened: Any = None  # the last of them
 
     def note(self, place: Any, scale: Any, finite: Any) -> None:
         """Record that a loss was scaled."""
-        self._place, self._scale, self.finite = place, scale, finite
-        self._is_elsewhere |= place is not None
-        self._noted, ScaledLosses._latest = next(_turns), weakref.ref(self)
+        self.note_by_hand(place)
+        self._place, self._scale, self.finite, self._scaled = place, scale, finite, self._noted
+        ScaledLosses._latest = weakref.ref(self)
 
-    def note_by_hand(self) -> None:
+    def note_by_hand(self, place: Any) -> None:
         """Record that the scale was read, perhaps to multiply a loss by it."""
-        self._noted, self._is_elsewhere = next(_turns), True
+        self._noted = next(_turns)
+        if place is not None and place is not self._opened:
+            self._open, self._opened = self._open + 1, place
 
     def why(self) -> str:
         """Return the reason why the last step was skipped, if it is known: its loss was not finite."""
@@ -169,7 +173,8 @@ class ScaledLosses:
 
     def are_here(self, place: Any) -> bool:
         """Return whether the gradients that an optimizer gets in a place are those of the last loss there."""
-        return self._place is place and self._noted > 0 and (place is not None or not self._is_elsewhere)
+        others = place is None and (self._open > 0 or self._noted > self._scaled)
+        return self._place is place and self._scaled > 0 and not others
 
     def claim(self, place: Any, current: Any, is_scaled: bool | None = None) -> Any:
         """Return the scale of the gradients that an optimizer gets; ``current`` is that of the next loss.
@@ -177,9 +182,11 @@ class ScaledLosses:
         ``is_scaled`` is whether these are gradients of a loss times its scale; None if the adapter does not know.
         """
         before, self._claimed = self._claimed, next(_turns)
+        if place is not None and place is self._opened:  # what it compiles takes the gradients of its losses itself
+            self._open, self._opened = self._open - 1, None
         latest = self._latest()
         is_known = latest is not None and latest._place is place and latest._scale is not None
-        if latest is not None and is_known and self._noted < before < latest._noted and not self._is_elsewhere:
+        if latest is not None and is_known and self._noted < before < latest._scaled and not self._open:
             if not _equal(latest._scale, current):
                 raise UsageError(
                     "the loss of these gradients was scaled by another optimizer",
@@ -195,7 +202,7 @@ class ScaledLosses:
                 "by that factor. What to do: take the gradients of polyamp.scale_loss(loss, optimizer).",
                 stacklevel=5,
             )
-        if self._place is not place or self._scale is None or not self._noted:
+        if self._place is not place or self._scale is None:
             return current
         if not self.are_here(place) and not _equal(self._scale, current):
             raise UsageError(

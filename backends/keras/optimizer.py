@@ -270,10 +270,13 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def dynamic_scale(self) -> Any:
-        """The variable with the scale of the next loss, under Keras' name; you may multiply a loss by it."""
+        """The variable with the scale of the next loss, under Keras' name; you may multiply a loss by it.
+
+        After a read of it on Keras' torch backend, a step whose loss nobody scaled is not reported any more.
+        """
         variable = self.__dict__.get("dynamic_scale")  # TensorFlow's checkpoints look before it is assigned
         if variable is not None and (BACKEND == "torch" or is_recording()):
-            self.scaler.losses.note_by_hand()
+            self.scaler.note_by_hand()
         return variable
 
     @dynamic_scale.setter
@@ -282,9 +285,12 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The scale of the next loss. Waits for the device that holds it."""
+        """The scale of the next loss. Waits for the device that holds it.
+
+        On Keras' torch backend, use it to log: a loss multiplied by it would be reported as not scaled.
+        """
         if is_recording():
-            self.scaler.losses.note_by_hand()
+            self.scaler.note_by_hand()
         return self.scaler.host_state.scale
 
     @property

@@ -77,6 +77,10 @@ class LossScaler:
         self.losses.note(place_of(scale), None if is_one_of_several else ops.copy(scale), finite)
         return wide * ops.cast(ops.where(finite, scale, ops.full_like(scale, float("inf"))), wide.dtype)
 
+    def note_by_hand(self) -> None:
+        """Record that the scale was read, perhaps to multiply a loss by it."""
+        self.losses.note_by_hand(place_of(value_of(self.variables.scale)))
+
     def unscale(self, grads: Sequence[Any]) -> list[Any]:
         """Return gradients divided by the loss scale, in float32 or wider."""
         if not self.settings.check:

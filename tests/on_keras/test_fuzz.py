@@ -107,13 +107,55 @@ def test_runs_are_those_of_the_plain_optimizer(inner: Any, interval: int | None,
         run.check()
 
 
-def test_a_step_is_refused_where_its_scale_is_not_known() -> None:
+def read_by_hand(run: Run) -> None:
+    """Read the scale where that may become part of a loss: always on torch, in a tape or a pure function elsewhere."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape():
+            assert run.opt.dynamic_scale is not None
+    else:
+        with keras.StatelessScope():
+            assert run.opt.dynamic_scale is not None
+
+
+def test_a_step_is_refused_only_where_its_scale_is_not_known() -> None:
     run = Run(INNER[0], LossScale(init=8.0, interval=1))
-    run.opt.scaler.losses.note_by_hand()  # as in a compiled function, which scales other losses unseen
+    read_by_hand(run)
+    run.twice(0.5, -1.0)  # both losses were scaled after that
+    run.check()
+    both = [run.grads((0.5, -1.0)) for _ in range(2)]
+    run.opt.apply(both[0], run.scaled)
+    run.follow((0.5, -1.0))
+    read_by_hand(run)
     with pytest.raises(polyamp.errors.UsageError, match="is not known: it changed"):
-        run.twice(0.5, -1.0)
+        run.opt.apply(both[1], run.scaled)
     run.check()
     run.step(0.5, -1.0)
+    run.check()
+
+
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="functions that are compiled with side effects")
+@pytest.mark.parametrize("steps", [True, False])
+def test_of_a_compiled_function_only_gradients_that_it_returns_are_unknown(steps: bool) -> None:
+    import tensorflow as tf
+
+    run = Run(INNER[0], LossScale(init=8.0, interval=1))
+
+    @tf.function(autograph=False)
+    def compiled() -> Any:
+        grads = [tf.reshape(run.opt.scale_loss(tf.constant(one)), [1]) for one in (0.5, -1.0)]
+        if steps:
+            run.opt.apply(grads, run.scaled)
+        return grads
+
+    compiled()
+    if steps:
+        run.follow((0.5, -1.0))
+        run.twice(0.5, -1.0)
+    else:
+        with pytest.raises(polyamp.errors.UsageError, match="is not known: it changed"):
+            run.twice(0.5, -1.0)
     run.check()
 
 

@@ -246,7 +246,7 @@ class LossScaler(tf.Module):
     def _note_read(self) -> None:
         """Record that a loss may be multiplied by the scale: within a tape, that may become part of the loss."""
         if is_recording():
-            self._losses.note_by_hand()
+            self._losses.note_by_hand(graph_here())
 
     def _assign(self, state: LossScaleState, known: Sequence[Any] = (None,) * len(LossScaleState._fields)) -> list[Any]:
         """Assign the values that are not the known ones, and return the operations in a graph."""

@@ -15,7 +15,7 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, Au
 
 import polyamp
 from polyamp.backends.torch import autocast
-from polyamp.backends.torch.autocast.behaviours import category, known
+from polyamp.operations import OPERATIONS
 
 X = torch.arange(16.0).reshape(4, 4) / 16
 B, H = X.bfloat16(), X.half()
@@ -23,33 +23,6 @@ B, H = X.bfloat16(), X.half()
 
 def policy(rules: dict[str, str] | None = None, name: str = "mixed_bfloat16") -> polyamp.Policy:
     return polyamp.policy(name, rules=rules)
-
-
-@pytest.fixture(scope="session")
-def native_registry() -> dict[str, set[str]]:
-    """Return native autocast's registrations in another process, before any region has added one."""
-    import subprocess
-    import sys
-
-    code = "import torch; print([torch._C._dispatch_get_registrations_for_dispatch_key(k) for k in {0!r}])"
-    keys = ["AutocastCPU", "AutocastCUDA"]
-    said = subprocess.run([sys.executable, "-c", code.format(keys)], capture_output=True, text=True, check=True).stdout
-    lists = eval(said)
-    return {key: {name for name in names if name.startswith("aten::")} for key, names in zip(keys, lists, strict=True)}
-
-
-# Named dimensions too are gone. The square root of matrices is new in torch 2.15, which has no cholesky and qr.
-NOT_IN_ALL = [f"aten::{name}" for name in ("_cudnn_rnn", "cholesky", "linalg_matrix_sqrth", "qr", "rms_norm")]
-
-
-@pytest.mark.parametrize(("device_type", "key"), [("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")])
-def test_the_lists_are_those_of_the_torch_that_runs(
-    native_registry: dict[str, set[str]], device_type: str, key: str
-) -> None:
-    """Operators may be not yet there, or gone, or only in builds with cuDNN; a new one has to be put into the list."""
-    assert native_registry[key] <= known(device_type).keys()
-    missing = known(device_type).keys() - native_registry[key]
-    assert all("imname" in name or ".names" in name or name in NOT_IN_ALL for name in missing)
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -267,11 +240,8 @@ def test_a_name_of_nothing_is_reported_once(pattern: str) -> None:
         pass
 
 
-def test_an_operator_that_this_list_does_not_know_is_left_native_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from polyamp.backends.torch.autocast import behaviours
-
-    monkeypatch.delitem(behaviours._LISTS["cpu"], "aten::trace")
-    assert category("aten::trace", "cpu") == "unknown"
+def test_an_operator_that_the_table_does_not_know_is_left_native_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPERATIONS, "trace", OPERATIONS["trace"]._replace(sources={}))
     said = pytest.warns(polyamp.PolyampWarning, match=r"aten::trace .* rule 'trace' has no effect on it")
     with said, autocast(policy({"trace": "lower"})):
         assert torch.trace(B).dtype == torch.float32

@@ -34,7 +34,7 @@ from polyamp.backends.torch.apex_casts import (
     turn_on,
 )
 from polyamp.backends.torch.attached import Attached, attach, wrapper_of
-from polyamp.backends.torch.autocast.casts import forget_casts
+from polyamp.backends.torch.autocast.weights import forget_casts
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.grad_scaler import unscale_once
 from polyamp.backends.torch.optimizer import LossScaledOptimizer

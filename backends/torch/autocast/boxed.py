@@ -1,6 +1,6 @@
 """The compiled kernels of overridden operations (``csrc/autocast.cpp``), used if the extension is.
 
-They replace the kernels of `overrides` and `casts`, and cost a fraction. They ask Python for two things: the region
+They replace the kernels of `overrides` and `weights`, and cost a fraction. They ask Python for two things: the region
 of a function that runs again, and what a region does with an operator. They remember the second.
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast import casts, overrides, path_rules, regions
+from polyamp.backends.torch.autocast import overrides, path_rules, regions, weights
 from polyamp.backends.torch.autocast.regions import (
     ACCELERATOR,
     DEVICE_TYPES,
@@ -138,7 +138,7 @@ def _region_of(param: str, compute: str, output: str, rules: tuple[Rule, ...]) -
     for device_type in DEVICE_TYPES:
         torch.autocast(device_type, dtype)  # refuses what the device cannot do
         overrides.prepare(region, device_type)
-        casts.watch(device_type)
+        weights.watch(device_type)
     return region
 
 

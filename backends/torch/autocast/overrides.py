@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast import behaviours, boxed, casts
+from polyamp.backends.torch.autocast import behaviours, boxed
 from polyamp.backends.torch.autocast.behaviours import PROMOTING, behaviour, class_name, registered
 from polyamp.backends.torch.autocast.regions import Region, current, number_of
+from polyamp.backends.torch.autocast.weights import cast_weight, library
 
 
 def prepare(region: Region, device_type: str) -> None:
@@ -68,12 +70,12 @@ def override(name: str, device_type: str, *, required: bool = True) -> None:
         if left is not None:
             unstable.withdraw(left)
         if compiled is not None:
-            only_the_first = class_name(name) in casts.ONLY_THE_INPUT
+            only_the_first = class_name(name) in _ONLY_THE_INPUT
             compiled.override(name, device_type, listed=_is_listed(name, device_type), only_the_first=only_the_first)
         else:
             kernel, key = _kernel(name, device_type), unstable.AutocastKey(device_type).name
             with _overriding():
-                casts.library("aten").impl(name, kernel, key, with_keyset=True)
+                library("aten").impl(name, kernel, key, with_keyset=True)
         _overridden.add((name, device_type))
 
 
@@ -94,7 +96,7 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
             return native(keyset, args, kwargs)
         if region not in choices:
             op_class = behaviour(name, region, device_type)
-            choices[region] = op_class and casts.call_as(op_class, op, class_name(name), device_type, region.dtype)
+            choices[region] = op_class and call_as(op_class, op, class_name(name), device_type, region.dtype)
         call = choices[region]
         if call is None:
             return native(keyset, args, kwargs)
@@ -102,6 +104,65 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
             return call(args, kwargs)
 
     return kernel
+
+
+# Their kernels take 16-bit inputs with float32 weights, and update statistics in float32 buffers: casting more than the
+# input would lose the update.
+_ONLY_THE_INPUT = {"batch_norm", "instance_norm"}
+
+
+def call_as(op_class: str, op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return a function that calls ``op`` as a class asks; as it is, if the class is about float32 and gets a dtype."""
+    names = [argument.name for argument in unstable.schema_arguments(op) if not argument.kwarg_only]
+    place = names.index("dtype") if "dtype" in names else len(names)
+    count = 1 if canonical in _ONLY_THE_INPUT else len(names)
+    to = dtype if op_class == "lower" else torch.float32
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        passes_dtype = kwargs.get("dtype") is not None or (len(args) > place and args[place] is not None)
+        if op_class == "keep" or (passes_dtype and op_class in ("full", "inner")):
+            return op(*args, **kwargs)
+        # Eager code does not know where its inputs came from: what follows them runs in the widest of their types.
+        if op_class in ("lower", "full", "inner") or len(_dtypes(args, kwargs, device_type)) > 1:
+            args = (*_cast(args[:count], to, device_type), *args[count:])
+            kwargs = _cast(kwargs, to, device_type)
+        out = op(*args, **kwargs)
+        if op_class != "inner":
+            return out
+        if not isinstance(out, tuple):
+            return _cast(out, dtype, device_type)
+        results = [_cast(out[0], dtype, device_type), *out[1:]]  # the others are statistics
+        return type(out)(*results) if hasattr(out, "_fields") else type(out)(results)
+
+    return call
+
+
+def _dtypes(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -> set[torch.dtype]:
+    """Return the dtypes of the tensors that autocast would cast."""
+    lists = (value if isinstance(value, list | tuple) else (value,) for value in (*args, *kwargs.values()))
+    tensors = (one for values in lists for one in values if isinstance(one, Tensor))
+    return {one.dtype for one in tensors if _is_eligible(one, device_type)}
+
+
+def _is_eligible(tensor: Tensor, device_type: str) -> bool:
+    """Return whether autocast casts a tensor: it has 16 or 32 floating bits, on this device type."""
+    return tensor.dtype in _CAST_FROM and tensor.device.type == device_type
+
+
+_CAST_FROM = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
+    if isinstance(value, Tensor):
+        if value.dtype is dtype or not _is_eligible(value, device_type):
+            return value
+        return cast_weight(value, dtype) if value.requires_grad and value.is_leaf else value.to(dtype)
+    if isinstance(value, dict):
+        return {key: _cast(one, dtype, device_type) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        cast = [_cast(one, dtype, device_type) for one in value]
+        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
+    return value
 
 
 def _native(name: str, device_type: str, op: Any, key: unstable.AutocastKey) -> Callable[..., Any]:
@@ -119,7 +180,7 @@ def _native(name: str, device_type: str, op: Any, key: unstable.AutocastKey) -> 
     def composite(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operators inside, which autocast by themselves; only a plain call converts numbers to tensors."""
         for index in others:
-            if index < len(args) and not isinstance(args[index], torch.Tensor):
+            if index < len(args) and not isinstance(args[index], Tensor):
                 return plain(keyset, args, kwargs)
         return op.redispatch(keyset & key.below, *args, **kwargs)
 

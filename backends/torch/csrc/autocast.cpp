@@ -1,5 +1,5 @@
 // Autocast by a policy's rules, as boxed kernels at PyTorch's Autocast dispatch keys. They replace the registrations of
-// autocast/overrides.py and autocast/casts.py through torch.library, and are as fast as native autocast's own kernels.
+// autocast/overrides.py and autocast/weights.py through torch.library, and are as fast as native autocast's own kernels.
 //
 // One kernel serves every operator: it finds the arguments' tensors on the stack. Python decides which region is active
 // and what happens to an operator there; the kernel looks both up. What this thread cannot know (functions that

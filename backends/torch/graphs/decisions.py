@@ -25,9 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.dtypes import DTYPES
 from polyamp.backends.torch.graphs import writing
-from polyamp.backends.torch.graphs.nodes import (
+from polyamp.backends.torch.graphs.graph import (
     Aliases,
-    Numbers,
     addend_of,
     line_near,
     native_name,
@@ -38,6 +37,7 @@ from polyamp.backends.torch.graphs.nodes import (
 from polyamp.backends.torch.graphs.planning import planned, planned_result
 from polyamp.backends.torch.graphs.values import (
     Known,
+    Numbers,
     constant_of,
     dtypes_of,
     fake_as,
@@ -234,17 +234,16 @@ class Pass:
     def _write_operation(self, node: Node, operation: str, decision: Decision) -> Known:
         inputs = [self.known[used] for used in node.all_input_nodes]
         outcome, known = self._decide(node, operation, decision)
-        known = known._replace(value=self._as_weights(node, operation, of_its_type(known, inputs)))
+        value = of_its_type(known, inputs)
+        if self.numbers.is_constant(node) and isinstance(value, Value) and operation != "mean":
+            # what is made of constants alone may be the weights of an average
+            value = value._replace(role="weights") if value.role in ("", "statistic") else value
+        known = known._replace(value=value)
         self.decider.lowered |= outcome.format == self.decider.compute
         if tensors_of(known.declared) or self.aliases.changed[node]:
             self.operations.append(planned(node, operation, decision, outcome, inputs, known, self._new.made))
         self._new.made.clear()
         return known
-
-    def _as_weights(self, node: Node, operation: str, value: Any) -> Any:
-        """Return the facts about a result; what is made of constants alone may be the weights of an average."""
-        is_made = isinstance(value, Value) and value.role in ("", "statistic") and operation != "mean"
-        return value._replace(role="weights") if is_made and self.numbers.is_constant(node) else value
 
     def _classify(self, node: Node) -> tuple[str, Decision]:
         """Return an operation's name and class. A user's rule for ``mul`` also holds for a square."""

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils.checkpoint import checkpoint
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.graphs.nodes import line_of, native_name, path_of
+from polyamp.backends.torch.graphs.graph import line_of, native_name, path_of
 from polyamp.backends.torch.graphs.values import Known
 from polyamp.backends.torch.unstable import hint
 from polyamp.flow import AS_WRITTEN, Decision, Flow

@@ -17,9 +17,9 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.graphs.capture import CONSTANTS, Captured, capture, check_arguments, refusals
 from polyamp.backends.torch.graphs.decisions import Pass, Shared, under_autocast
-from polyamp.backends.torch.graphs.nodes import Numbers, is_composite
+from polyamp.backends.torch.graphs.graph import is_composite
 from polyamp.backends.torch.graphs.planning import bytes_saved
-from polyamp.backends.torch.graphs.values import Known, constant_of, is_floating, known_value
+from polyamp.backends.torch.graphs.values import Known, Numbers, constant_of, is_floating, known_value
 from polyamp.backends.torch.graphs.writing import Attributes
 from polyamp.errors import InvalidTypeError, kind_of
 from polyamp.plan import Decider, Plan, PlannedOperation

@@ -1,4 +1,7 @@
-"""The facts about the values of a captured graph while it is decided: their dtypes, and the flow rule's state."""
+"""The facts about a graph's values while it is decided: dtypes, the flow rule's state, and which are equal.
+
+For example, in ``(x @ w) * (x @ w)`` both operands have one number, so the flow rule sees a square.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.graphs.nodes import operation_of
+from polyamp.backends.torch.graphs.graph import native_name, operands_of, operation_of
 from polyamp.flow import INPUT, WEAK, Value
+from polyamp.numbering import Numbering
 from polyamp.operations import OPERATIONS
 from polyamp.plan import Decider
 
@@ -125,3 +130,83 @@ def fake_as(known: Known, dtype: torch.dtype | None, mode: Any) -> Any:
         return known.fake
     with unstable.on_fakes(mode):
         return known.fake.to(target)
+
+
+# --- equal values -----------------------------------------------------------------------------------------------------
+
+_SYNONYMS = frozenset({"add", "sub", "mul", "div", "neg", "abs"})  # whatever function or operator computes them
+_SAME_IF_REAL = frozenset({"conj", "_conj", "real", "conj_physical"})
+_RANDOM = frozenset({"random", "dropout", "attention", "lstm_cell", "gru_cell", "rnn_cell"})  # or may be
+
+
+class Numbers:
+    """The numbers of the values of a graph and its bodies, by node; see `polyamp.numbering`."""
+
+    def __init__(self) -> None:
+        self._numbering = Numbering()
+        self._literals = self._numbering.new(is_constant=True)  # an input of every call: one without others is constant
+        self._numbers: dict[Node, int] = {}
+        self.records = True
+
+    def __getitem__(self, node: Node) -> int:
+        return self._numbers[node]
+
+    def add(self, node: Node, *, is_constant: bool = False) -> None:
+        """Give a node a number that no other has: an argument, or memory that was changed."""
+        self._numbers[node] = self._numbering.new(_shape(node), is_constant=is_constant)
+
+    def add_same(self, node: Node, other: Any) -> None:
+        """Give a node the number of another node, or of a Python number."""
+        self._numbers[node] = self._numbers[other] if isinstance(other, Node) else self._literals
+
+    def add_call(self, node: Node, operation: str | None) -> None:
+        """Give the result of a call its number. Gradients do not pass it where they are not recorded."""
+        example = node.meta.get("example_value")
+        if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(example)):  # a size: the text has it
+            self._numbers[node] = self._numbering.of("shape", [self._literals], str(example))
+            return
+        if operation not in OPERATIONS or operation in _RANDOM or native_name(node).startswith("rrelu"):
+            self.add(node)
+            return
+        skipped = 1 if operation == "fill" else 0  # its first argument has the shape alone
+        inputs = [*(self._numbers[used] for used in operands_of(node)[skipped:]), self._literals]
+        call = map_arg((node.args[skipped:], node.kwargs), lambda used: {"%": self._numbers[used]})
+        kind = (example.dtype, example.device) if isinstance(example, Tensor) else None
+        number = self._numbering.of(_name(node, operation), inputs, f"{call!r} {kind}", _shape(node))
+        self._numbers[node] = number if self.records else self._numbering.of("stop_gradient", [number])
+
+    def is_constant(self, node: Node) -> bool:
+        """Return whether a value is a constant, or made of constants alone."""
+        return self._numbering.is_constant(self._numbers[node])
+
+    def specific(self, node: Node, operation: str) -> str:
+        """Return the operation that a node is, considering its operands."""
+        if operation not in ("mul", "div", "dot"):
+            return operation
+        named = [node.kwargs[name] for name in ("input", "self", "other", "tensor", "tensor2") if name in node.kwargs]
+        operands: list[Any] = [*node.args, *named, None, None]
+        first, second = (self._numbers[one] if isinstance(one, Node) else self._literals for one in operands[:2])
+        found = self._numbering.specific("mul" if operation == "dot" else operation, first, second)
+        return operation if found == "mul" else found
+
+
+def _name(node: Node, operation: str) -> str:
+    """Return the name of a call for the numbering: an operation on numbers has one, whatever function computes it."""
+    native = native_name(node).partition(".")[0]
+    before, after = (one.meta.get("example_value") for one in (next(iter(operands_of(node)), node), node))
+    if native == "detach":
+        return "stop_gradient"
+    if isinstance(before, Tensor) and isinstance(after, Tensor) and before.dtype == after.dtype:
+        returns_input = operation in ("identity", "cast") or (native in _SAME_IF_REAL and not before.is_complex())
+        if returns_input and before.device == after.device:
+            return "identity"
+        is_reshape = operation == "reshape" and native != "as_strided"
+        takes_all = operation == "slice" and len(node.all_input_nodes) == 1 and "[" not in repr(node.args[1:])
+        if (is_reshape or takes_all) and str(before.numel()) == str(after.numel()):
+            return "reshape"
+    return operation if operation in _SYNONYMS and native != "rsub" else native_name(node)
+
+
+def _shape(node: Node) -> tuple[str, ...] | None:
+    example = node.meta.get("example_value")
+    return tuple(map(str, example.shape)) if isinstance(example, Tensor) else None

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.graphs.nodes import native_name
+from polyamp.backends.torch.graphs.graph import native_name
 from polyamp.backends.torch.graphs.values import Known, dtypes_of, fake_as, target_of, value_of
 from polyamp.flow import Decision, Flow, Value, is_wide
 

@@ -15,9 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast.casts import forget_casts
 from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.autocast.regions import ACCELERATOR, nesting
+from polyamp.backends.torch.autocast.weights import forget_casts
 from polyamp.backends.torch.grad_scaler import GradScaler
 from polyamp.backends.torch.guards import observed
 from polyamp.backends.torch.optimizer import ALIVE

@@ -21,7 +21,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
-from polyamp.backends.torch.autocast import behaviours, boxed, casts
+from polyamp.backends.torch.autocast import behaviours, boxed, overrides
 from polyamp.backends.torch.autocast.regions import Region
 from polyamp.backends.torch.unstable import AutocastKey, is_composite
 from polyamp.operations import CLASSES
@@ -174,7 +174,9 @@ def test_every_operator_does_what_the_kernels_in_python_do(samples: Samples, op_
         found = behaviours.behaviour(name, region, "cpu")
         if found is None:
             return None
-        run = casts.call_as(found, behaviours.overload_named(name), behaviours.class_name(name), "cpu", torch.bfloat16)
+        run = overrides.call_as(
+            found, behaviours.overload_named(name), behaviours.class_name(name), "cpu", torch.bfloat16
+        )
         return lambda *args, **kwargs: excluded(run, args, kwargs)
 
     with polyamp.autocast(policy):

@@ -25,8 +25,7 @@ from polyamp.backends.torch.skipping import AppliedSteps, select
 if TYPE_CHECKING:
     from polyamp.backends.torch.convert import convert
     from polyamp.backends.torch.grad_scaler import GradScaler
-    from polyamp.backends.torch.graphs.explain import explain
-    from polyamp.backends.torch.graphs.rewrite import rewrite
+    from polyamp.backends.torch.graphs.rewrite import explain, rewrite
 
 __all__ = [
     "AppliedSteps",
@@ -46,7 +45,7 @@ __all__ = [
 _LATER = {
     "convert": "convert",
     "GradScaler": "grad_scaler",
-    "explain": "graphs.explain",
+    "explain": "graphs.rewrite",
     "rewrite": "graphs.rewrite",
 }
 

@@ -16,7 +16,7 @@ import torch
 import polyamp
 from polyamp.backends.jax import explain as explain_jax
 from polyamp.backends.tensorflow import explain as explain_tensorflow
-from polyamp.backends.torch.graphs.explain import explain as explain_torch
+from polyamp.backends.torch import explain as explain_torch
 from support.traps.words import Jax, TensorFlow, Torch
 
 MOVING = {"broadcast", "reshape", "identity", "constant", "variable", "cast", "fill"}  # each framework has its own

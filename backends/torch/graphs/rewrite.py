@@ -1,4 +1,4 @@
-"""`rewrite`: a module as a graph with explicit casts, which trains the module's own parameters."""
+"""`rewrite` and `explain`: a module as a graph with explicit casts, over the module's own parameters, and its plan."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 
 from polyamp.backends.torch import unstable
+from polyamp.backends.torch.autocast.plan import plan_of_run
 from polyamp.backends.torch.graphs.capture import root_of
 from polyamp.backends.torch.graphs.program import Program, check_no_autocast, mode_of
 from polyamp.backends.torch.graphs.writing import HOLDER
 from polyamp.backends.torch.user_code import users_level
-from polyamp.errors import InvalidTypeError, UsageError, check_compute, not_traced, warn_once
+from polyamp.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    PolyampError,
+    UsageError,
+    check_compute,
+    not_traced,
+    warn_once,
+)
 from polyamp.formats import format_of
 from polyamp.plan import Decider, Plan
 from polyamp.policies import Policy
@@ -63,6 +72,77 @@ def rewrite(
     if example_inputs or kwargs:
         rewritten.trace(example_inputs, kwargs)
     return rewritten
+
+
+def explain(
+    module: Callable[..., Any],
+    *inputs: Any,
+    policy: Policy | str | None = None,
+    engine: str | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Return the format of every operation of a module, with its place and the reason.
+
+    >>> import torch
+    >>> plan = explain(lambda x: (x @ x).exp(), torch.ones(2, 2, device="meta"), policy="mixed_float16")
+    >>> [(op.name, op.format, op.reason) for op in plan.operations]
+    [('matmul', 'float16', 'table'), ('exp', 'float32', 'table')]
+
+    Args:
+        module: as for `rewrite`.
+        *inputs: its arguments; meta and fake tensors work too.
+        policy: a policy or its name; None is the current policy.
+        engine: ``"rewrite"``, the default, returns the plan of `rewrite`, and computes nothing. ``"autocast"`` records
+            one forward pass under `polyamp.autocast`: on tensors without data if the module's code allows that, else a
+            real one, whose changes are undone. A module that cannot be rewritten is recorded too; then the plan's
+            ``engine`` has the reason.
+        **kwargs: its keyword arguments.
+
+    Returns:
+        A `Plan`. Its ``bytes_saved`` counts what autograd keeps, including parameters and arguments; None if one of the
+        user's operators has no fake kernel.
+
+    Raises:
+        InvalidTypeError: ``module`` is not a module or function.
+        InvalidValueError: the engine is unknown, or the module does not accept these arguments.
+        UnsupportedError: torch functions do not compute in the format.
+        UsageError: the call is in a `torch.autocast` region.
+    """
+    chosen, fn = usable(policy), checked(module)
+    if engine not in (None, "rewrite", "autocast"):
+        raise InvalidValueError(
+            "unknown engine",
+            where="explain(module, engine=)",
+            found=repr(engine),
+            allowed="rewrite, autocast",
+            fix='leave it out, or use engine="autocast" for a plan of polyamp.autocast',
+        )
+    if engine == "autocast":
+        return plan_of_run(fn, inputs, kwargs, chosen)
+    check_no_autocast()
+    try:
+        return Program(fn, chosen, inputs, kwargs, root=root_of(fn)).plan
+    except PolyampError as error:
+        refusal = error  # handled outside, because what the run keeps would keep the error too
+    try:
+        plan = plan_of_run(fn, inputs, kwargs, chosen, why=str(refusal).partition("\n")[0])
+    except InvalidValueError:
+        raise refusal from None  # it does not run either
+    if not plan.operations:
+        raise refusal
+    return plan
+
+
+def rewritten_for(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Any:
+    """Return a module as a graph with explicit casts; see `polyamp.backends.torch.rewrite`."""
+    return rewrite(fn, *args, policy=policy, **kwargs)
+
+
+def planned(
+    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, *, engine: str | None = None
+) -> Plan:
+    """Return the plan of a module; see `polyamp.backends.torch.explain`."""
+    return explain(fn, *args, policy=policy, engine=engine, **kwargs)
 
 
 class Rewritten(GraphModule):

@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 import polyamp
-from polyamp.backends.torch.graphs.rewrite import Rewritten, rewrite
+from polyamp.backends.torch import rewrite
 from support.torch_cases import GPT, MODELS, ConvNet, case, mlp
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def error(ours: list[Tensor], theirs: list[Tensor]) -> float:
 
 
 @functools.cache
-def made(name: str, policy: str = "mixed_bfloat16") -> tuple[nn.Module, tuple[Any, ...], Rewritten]:
+def made(name: str, policy: str = "mixed_bfloat16") -> tuple[nn.Module, tuple[Any, ...], Any]:
     """A model, its arguments and what it becomes; shared by tests that change neither."""
     model, args = case(name)
     return model, args, rewrite(model, *args, policy=policy)

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
-from polyamp.backends.torch.graphs.explain import explain
-from polyamp.backends.torch.graphs.rewrite import rewrite
+from polyamp.backends.torch import explain, rewrite
 
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)) / 3
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))

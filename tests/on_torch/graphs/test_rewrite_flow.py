@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
+from polyamp.backends.torch import explain, rewrite
 from polyamp.backends.torch.dtypes import dtype_of
-from polyamp.backends.torch.graphs.explain import explain
-from polyamp.backends.torch.graphs.rewrite import rewrite
 from support.torch_cases import MODELS
 
 FORMATS = {"float16": 2.0**-11, "bfloat16": 2.0**-8}

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import polyamp
-from polyamp.backends.torch.graphs.explain import explain
-from polyamp.backends.torch.graphs.rewrite import rewrite
+from polyamp.backends.torch import explain, rewrite
 from support.torch_cases import case, mlp
 
 X, W = torch.full((4, 8), 0.25), torch.full((8, 8), 0.5)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
-from polyamp.backends.torch.graphs.explain import explain
-from polyamp.backends.torch.graphs.rewrite import rewrite
+from polyamp.backends.torch import explain, rewrite
 from polyamp.errors import InvalidTypeError, InvalidValueError, PolyampError, UnsupportedError, UsageError
 from support.torch_cases import mlp
 

@@ -1,4 +1,4 @@
-"""`explain`: the plan of a rewritten module, or of one run under autocast, which is recorded."""
+"""The plan of one run under `polyamp.autocast`, which is recorded: what `explain` does where there is no graph."""
 
 from __future__ import annotations
 
@@ -18,92 +18,20 @@ from polyamp.backends.torch.autocast.behaviours import native_classes
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.graphs.capture import copy_of, root_of
+from polyamp.backends.torch.graphs.capture import copy_of
 from polyamp.backends.torch.graphs.planning import SavedBytes
-from polyamp.backends.torch.graphs.program import Program, check_no_autocast
-from polyamp.backends.torch.graphs.rewrite import checked, rewrite, usable
 from polyamp.backends.torch.recording.mode import Operator, Watcher, operator_of
+from polyamp.backends.torch.recording.reach import Reach
 from polyamp.backends.torch.recording.record import Run
 from polyamp.backends.torch.recording.widening import crosses_16_bits, tensors
 from polyamp.backends.torch.user_code import users_line
-from polyamp.errors import InvalidValueError, PolyampError
+from polyamp.errors import InvalidValueError
 from polyamp.flow import AS_WRITTEN, NO_FLOATS, TABLE, Decision, unused
 from polyamp.plan import Plan, PlannedOperation
 from polyamp.policies import Policy
 
 
-def explain(
-    module: Callable[..., Any],
-    *inputs: Any,
-    policy: Policy | str | None = None,
-    engine: str | None = None,
-    **kwargs: Any,
-) -> Plan:
-    """Return the format of every operation of a module, with its place and the reason.
-
-    >>> import torch
-    >>> plan = explain(lambda x: (x @ x).exp(), torch.ones(2, 2, device="meta"), policy="mixed_float16")
-    >>> [(op.name, op.format, op.reason) for op in plan.operations]
-    [('matmul', 'float16', 'table'), ('exp', 'float32', 'table')]
-
-    Args:
-        module: as for `rewrite`.
-        *inputs: its arguments; meta and fake tensors work too.
-        policy: a policy or its name; None is the current policy.
-        engine: ``"rewrite"``, the default, returns the plan of `rewrite`, and computes nothing. ``"autocast"`` records
-            one forward pass under `polyamp.autocast`: on tensors without data if the module's code allows that, else a
-            real one, whose changes are undone. A module that cannot be rewritten is recorded too; then the plan's
-            ``engine`` has the reason.
-        **kwargs: its keyword arguments.
-
-    Returns:
-        A `Plan`. Its ``bytes_saved`` counts what autograd keeps, including parameters and arguments; None if one of the
-        user's operators has no fake kernel.
-
-    Raises:
-        InvalidTypeError: ``module`` is not a module or function.
-        InvalidValueError: the engine is unknown, or the module does not accept these arguments.
-        UnsupportedError: torch functions do not compute in the format.
-        UsageError: the call is in a `torch.autocast` region.
-    """
-    chosen, fn = usable(policy), checked(module)
-    if engine not in (None, "rewrite", "autocast"):
-        raise InvalidValueError(
-            "unknown engine",
-            where="explain(module, engine=)",
-            found=repr(engine),
-            allowed="rewrite, autocast",
-            fix='leave it out, or use engine="autocast" for a plan of polyamp.autocast',
-        )
-    if engine == "autocast":
-        return recorded(fn, inputs, kwargs, chosen)
-    check_no_autocast()
-    try:
-        return Program(fn, chosen, inputs, kwargs, root=root_of(fn)).plan
-    except PolyampError as error:
-        refusal = error  # handled outside, because what the run keeps would keep the error too
-    try:
-        plan = recorded(fn, inputs, kwargs, chosen, why=str(refusal).partition("\n")[0])
-    except InvalidValueError:
-        raise refusal from None  # it does not run either
-    if not plan.operations:
-        raise refusal
-    return plan
-
-
-def rewritten_for(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Any:
-    """Return a module as a graph with explicit casts; see `polyamp.backends.torch.rewrite`."""
-    return rewrite(fn, *args, policy=policy, **kwargs)
-
-
-def planned(
-    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, *, engine: str | None = None
-) -> Plan:
-    """Return the plan of a module; see `polyamp.backends.torch.explain`."""
-    return explain(fn, *args, policy=policy, engine=engine, **kwargs)
-
-
-def recorded(
+def plan_of_run(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, *, why: str = ""
 ) -> Plan:
     """Run a function once under `polyamp.autocast`, and return the format of every operation of its forward pass."""
@@ -127,26 +55,31 @@ def recorded(
 
 
 def _run_on_fakes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> _Explainer:
-    mode = unstable.fake_mode_for(
-        [*leaves((args, dict(kwargs))), *Run(fn, tuple(args), kwargs, policy, False).reach.parameters()]
-    )
+    mode = unstable.fake_mode_for([*leaves((args, kwargs)), *Reach(fn, args, dict(kwargs)).parameters()])
 
     def fake(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or unstable.fake_mode_of([leaf]):
             return leaf
         return unstable.on_a_device(leaf, DEVICE_TYPES[-1], mode) if leaf.is_meta else mode.from_tensor(leaf)
 
-    fakes, named = _copied((args, dict(kwargs)), fake)
-    run = Run(fn, tuple(fakes), named, policy, False)
+    fakes, named = pytree.tree_map(lambda leaf: copy_of(fake(leaf), fake), (tuple(args), dict(kwargs)))
+    run = Run(fn, fakes, named, policy, False)
     with run.undone(), unstable.quietly():
         for module in (part for root in run.reach.modules() for part in root.modules()):
             for held in (module._parameters, module._buffers):
                 held.update({name: fake(value) for name, value in held.items()})
         explainer = _Explainer(run, policy)
         try:
-            return _follow(explainer, run, mode)
+            return explainer.follow(mode)
         finally:
             _drop_from_caches([one for one in (made() for made in explainer.made) if one is not None])
+
+
+def _run_really(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> _Explainer:
+    copies, named = pytree.tree_map(copy_of, (tuple(args), dict(kwargs)))
+    run = Run(fn, copies, named, policy, False)
+    with run.undone():
+        return _Explainer(run, policy).follow(nullcontext())
 
 
 def _drop_from_caches(left: Sequence[Tensor]) -> None:
@@ -159,40 +92,29 @@ def _drop_from_caches(left: Sequence[Tensor]) -> None:
                 cache.cache_clear()
 
 
-def _run_really(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> _Explainer:
-    copied, named = _copied((args, dict(kwargs)), lambda leaf: leaf)
-    run = Run(fn, tuple(copied), named, policy, False)
-    with run.undone():
-        return _follow(_Explainer(run, policy), run, nullcontext())
-
-
-def _copied(tree: Any, fn: Callable[[Any], Any]) -> Any:
-    """Apply ``fn`` to the tensors of arguments, and copy objects that the code may change, such as caches."""
-    return pytree.tree_map(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else copy_of(leaf, fn), tree)
-
-
-def _follow(explainer: _Explainer, run: Run, mode: AbstractContextManager[Any]) -> _Explainer:
-    try:
-        with mode, explainer.saved.counted():
-            run.forward(explainer, lambda leaf, grad: None)
-    finally:
-        explainer.alive.clear()
-    return explainer
-
-
 class _Explainer(Watcher):  # type: ignore[no-untyped-call]
     """Records the operations of a forward pass."""
 
     def __init__(self, run: Run, policy: Policy) -> None:
         super().__init__(False, run.changes)
         self._run = lambda op, args, kwargs: op(*args, **kwargs)
+        self._step = run
         self.operations: list[PlannedOperation] = []
         self.saved = SavedBytes()
         self._policy, self._tracker = policy, run.tracker
         self.made: list[weakref.ref[Tensor]] = []
         self._seen: dict[tuple[str, str], None] = {}
         self._casts: dict[int, tuple[int, int]] = {}  # bytes of casts that no operation has used yet, by memory
-        self.alive: list[Tensor] = []
+        self._alive: list[Tensor] = []  # the casts: freed memory would pass its number on to another tensor
+
+    def follow(self, mode: AbstractContextManager[Any]) -> _Explainer:
+        """Record the run in a mode."""
+        try:
+            with mode, self.saved.counted():
+                self._step.forward(self, lambda leaf, grad: None)
+        finally:
+            self._alive.clear()
+        return self
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -217,7 +139,7 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
         memory = unstable.storage_of(made)
         if memory is not None:
             self._casts[memory] = before, after
-            self.alive.append(made)
+            self._alive.append(made)
 
     def _pass_on(self, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         """Note a cast again for a view of its result, since a view of fakes may have another memory number."""

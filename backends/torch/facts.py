@@ -71,7 +71,7 @@ def _surveyed(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], pol
     survey = Survey(run.tracker, run.changes)
     if _takes(target, args, kwargs):
         with run.undone():
-            run.forward(survey.entered(), lambda leaf, grad: None)
+            run.forward(survey.entered())
     return survey
 
 

@@ -111,7 +111,7 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
         """Record the run in a mode."""
         try:
             with mode, self.saved.counted():
-                self._step.forward(self, lambda leaf, grad: None)
+                self._step.forward(self)
         finally:
             self._alive.clear()
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from polyamp.backends.torch.recording import widening
 
 
 class Changes:
-    """Undoes the changes reported to it: writes to tensors, gradients, and the attributes of modules."""
+    """Undoes the changes reported to it: writes to tensors, gradients, and the attributes of modules and objects."""
 
     def __init__(self) -> None:
         self._new: set[int] = set()  # storages that were created meanwhile
         self._kept: dict[Any, tuple[Tensor, Tensor, int]] = {}
         self._gradients: dict[Tensor, Tensor | None] = {}
-        self._modules: dict[nn.Module, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        self._modules: set[nn.Module] = set()
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of an object, and what they were
 
     def before(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before an operator runs: save the tensors that it will change, if they existed before the step."""
@@ -48,8 +50,16 @@ class Changes:
         """Save the attributes of a module and its parts, including their modes."""
         for module in root.modules():
             if module not in self._modules:
+                self._modules.add(module)
                 holders = (vars(module), module._parameters, module._buffers)
-                self._modules[module] = [(holder, dict(holder)) for holder in holders]
+                self._attributes += [(holder, dict(holder)) for holder in holders]
+
+    def keep_objects(self, objects: Iterable[Any]) -> None:
+        """Save the attributes of objects, with copies of dicts, lists and sets."""
+        for one in objects:
+            values = vars(one).items()
+            saved = {name: copy(value) if isinstance(value, dict | list | set) else value for name, value in values}
+            self._attributes.append((vars(one), saved))
 
     @torch.no_grad()
     def undo(self) -> None:
@@ -60,11 +70,10 @@ class Changes:
                 unstable.set_version(tensor, version)
         for leaf, gradient in self._gradients.items():
             leaf.grad = gradient
-        for saved in self._modules.values():
-            for holder, before in saved:
-                for name in holder.keys() - before.keys():
-                    del holder[name]
-                holder.update(before)
+        for attributes, before in self._attributes:
+            for name in attributes.keys() - before.keys():
+                del attributes[name]
+            attributes.update(before)
 
 
 def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:

@@ -1,12 +1,4 @@
-"""Find what a step can reach: modules, optimizers, scalers, tensors; and undo what it changes.
-
-A recording runs a step up to its optimizer's update, then undoes it:
-
-    restore = keep(optimizer.holders())
-    with observed(end):  # `end` raises, so that the update does not happen
-        step()
-    restore()
-"""
+"""Find what a step can reach: modules, optimizers, scalers, tensors; and the names of its parameters."""
 
 from __future__ import annotations
 
@@ -14,8 +6,7 @@ import functools
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
@@ -143,29 +134,3 @@ def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
     found = list(dict.fromkeys(modules))
     inner = {part for module in found for part in module.modules() if part is not module}
     return [module for module in found if module not in inner]
-
-
-def keep(objects: Iterable[Any]) -> Callable[[], None]:
-    """Save the attributes of objects, with copies of dicts, lists and sets, and return a function that restores them.
-
-    >>> class Holder:
-    ...     losses = [1]
-    >>> holder = Holder()
-    >>> holder.losses = [1]
-    >>> restore = keep([holder])
-    >>> holder.losses.append(2)
-    >>> restore(), holder.losses
-    (None, [1])
-    """
-    kept = [(one, {name: _copied(value) for name, value in vars(one).items()}) for one in objects]
-
-    def restore() -> None:
-        for one, attributes in kept:
-            vars(one).clear()
-            vars(one).update(attributes)
-
-    return restore
-
-
-def _copied(value: Any) -> Any:
-    return copy(value) if isinstance(value, dict | list | set) else value

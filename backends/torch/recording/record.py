@@ -24,7 +24,7 @@ from polyamp.backends.torch.optimizer import ALIVE
 from polyamp.backends.torch.provenance import PASSES
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import Recorder, UpdateBegins
-from polyamp.backends.torch.recording.reach import Reach, keep, names_of
+from polyamp.backends.torch.recording.reach import Reach, names_of
 from polyamp.backends.torch.tracking import Tracker
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.errors import InvalidTypeError, NonFiniteLossError, UnsupportedError, shown
@@ -138,7 +138,7 @@ class Run:
             for one in self.reach.all_of(torch.amp.GradScaler)
             for part in (one.holders() if isinstance(one, GradScaler) else [one])
         ]
-        restore = keep([*windows, PASSES, *scalers])
+        self.changes.keep_objects([*windows, PASSES, *scalers])
         for module in self.reach.modules():
             self.changes.keep_module(module)
         for param in self.reach.parameters():
@@ -151,9 +151,10 @@ class Run:
         finally:
             forget_casts()
             self.changes.undo()
-            restore()
 
-    def forward(self, mode: AbstractContextManager[Any], took: Callable[[Tensor, Tensor], None]) -> Any:
+    def forward(
+        self, mode: AbstractContextManager[Any], took: Callable[[Tensor, Tensor], None] = lambda leaf, grad: None
+    ) -> Any:
         """Run the step in a mode, up to its optimizer's update, and return its result."""
         hook = register_optimizer_step_pre_hook(self._before_step)
         try:

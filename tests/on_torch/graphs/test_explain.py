@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
-from polyamp.errors import InvalidValueError, PolyampError
+from polyamp.errors import InvalidValueError
 from support.torch_cases import GPT, mlp
 
 X = torch.ones(3, 8)
@@ -113,19 +113,10 @@ def test_every_model_has_a_plan_and_stays_what_it_is(kind: Any, engine: str | No
     assert all(param.grad is None for param in model.parameters())
     assert "bfloat16" in {op.format for op in plan.operations}
     assert str(plan).splitlines()[0].startswith("mixed_bfloat16")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", UNCAPTURED)
-def test_the_plan_says_that_it_was_recorded_and_why(kind: Any) -> None:
-    plan = polyamp.explain(kind(), X, policy="mixed_bfloat16")
-    engine, _, why = plan.engine.partition(": ")
-    assert engine == "autocast, recorded"
-    assert "the code" in why
-    assert plan.engine in str(plan)
-    assert plan.as_dict()["engine"] == plan.engine
-    with pytest.raises(PolyampError, match=r"polyamp\.autocast"):
-        polyamp.rewrite(kind(), X, policy="mixed_bfloat16")
+    if engine is None and kind in UNCAPTURED:
+        assert plan.engine.startswith("autocast, recorded: the code ")
+        assert plan.engine in str(plan)
+        assert plan.as_dict()["engine"] == plan.engine
 
 
 def test_a_size_that_depends_on_values_is_rewritten() -> None:

@@ -86,23 +86,6 @@ def test_the_public_names_compile(backend: str) -> None:
     assert [value.dtype for value in found] == [LOW, LOW, LOW, LOW, FULL]
 
 
-FIRST = """
-import torch, polyamp
-low = polyamp.policy("mixed_bfloat16")
-def fn(x):
-    with {region}:
-        return {value}
-assert torch.compile(fn, backend="eager", fullgraph=True)(torch.ones(2, 2)).dtype == torch.bfloat16
-"""
-
-
-@pytest.mark.parametrize(
-    ("region", "value"), [("polyamp.autocast(low)", "x @ x"), ("torch.no_grad()", "low.cast_to_compute([x])[0]")]
-)
-def test_the_first_use_may_be_in_compiled_code(region: str, value: str) -> None:
-    subprocess.run([sys.executable, "-c", FIRST.format(region=region, value=value)], check=True)
-
-
 @BACKENDS
 def test_regions_within_regions(backend: str) -> None:
     def fn(x: Tensor) -> list[Tensor]:
@@ -131,9 +114,17 @@ def test_graph_breaks_inside_a_region_keep_its_policy() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+# Programs in which autocast and Dynamo are used for the first time.
+
+FIRST = """
+low = polyamp.policy("mixed_bfloat16")
+def fn(x):
+    with {region}:
+        return {value}
+assert torch.compile(fn, backend="eager", fullgraph=True)(torch.ones(2, 2)).dtype == torch.bfloat16
+"""
 FRESH = """
-import sys, torch, polyamp
-{first}
+{before}
 def is_marked():
     return any(map(torch.is_autocast_enabled, ("ipu", "maia", "hpu")))
 def softmax(x):
@@ -152,12 +143,31 @@ assert not any(type(finder).__module__.startswith("polyamp.") for finder in sys.
 with torch.autocast("cpu", torch.bfloat16):
     assert compiled(x).dtype == torch.float32
 """
+PROGRAMS = {
+    "the first use of a region is in compiled code": FIRST.format(region="polyamp.autocast(low)", value="x @ x"),
+    "the first use of a policy is in compiled code": FIRST.format(
+        region="torch.no_grad()", value="low.cast_to_compute([x])[0]"
+    ),
+    # without a compiled function, a region changes nothing but what torch.autocast changes
+    "only a program that compiles marks its regions": FRESH.format(before=""),
+    "an optimizer imports Dynamo": FRESH.format(before="torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)"),
+}
+EACH_IN_A_FORK = """
+import os, sys, torch, polyamp  # the adapter is not loaded yet
+failed = []
+for name, program in {programs!r}.items():
+    child = os.fork()
+    if not child:
+        exec(compile(program, name, "exec"), dict(globals()))
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(name)
+assert not failed, failed
+"""
 
 
-@pytest.mark.parametrize("first", ["", "torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)"])
-def test_only_a_program_that_compiles_marks_its_regions(first: str) -> None:
-    """Without it they change nothing but what torch.autocast changes. An optimizer imports Dynamo."""
-    subprocess.run([sys.executable, "-c", FRESH.format(first=first)], check=True)
+def test_programs_that_use_autocast_and_dynamo_for_the_first_time() -> None:
+    subprocess.run([sys.executable, "-c", EACH_IN_A_FORK.format(programs=PROGRAMS)], check=True)
 
 
 class Model(nn.Module):

@@ -63,12 +63,11 @@ CONSTANTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", CONSTANTS)
 def test_constants_that_the_format_cannot_hold_keep_float32(name: str) -> None:
-    plan = explain(CONSTANTS[name], X, W, policy="mixed_float16")
-    (last, *_) = [op for op in reversed(plan.operations) if op.name != "cast"]
+    rewritten = rewrite(CONSTANTS[name], X, W, policy="mixed_float16")
+    (last, *_) = [op for op in reversed(rewritten.plan.operations) if op.name != "cast"]
     assert last.format == "float32"
     assert last.reason.startswith(("constant ", "its widest input is float32"))
-    ours = rewrite(CONSTANTS[name], X, W, policy="mixed_float16")(X, W)
-    torch.testing.assert_close(ours, CONSTANTS[name](X, W), rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(rewritten(X, W), CONSTANTS[name](X, W), rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("value", [float("-inf"), -1e4, 0.0])
@@ -102,7 +101,7 @@ def test_places_are_module_paths_and_lines() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "found"),
-    [("layers.*.second_norm", 2), ("layers/1/norm", 1), ("norm", 3), ("layer_norm", 5), ("layers.0.*", 2)],
+    [("layers.*.second_norm", 2), ("norm", 3), ("layers.0.*", 2)],
 )
 def test_rules_match_module_paths_and_operations(pattern: str, found: int) -> None:
     model, args = case("gpt")

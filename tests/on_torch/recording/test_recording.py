@@ -391,7 +391,7 @@ def test_a_backward_pass_of_the_steps_own_is_outside_of_the_policys_region() -> 
 @pytest.mark.parametrize("name", STEPS)
 def test_training_goes_on_as_if_nothing_had_been_recorded(name: str) -> None:
     steps, alone = Steps(), Steps()
-    for _ in range(3):
+    for _ in range(2):
         record(getattr(steps, name), policy="mixed_bfloat16")
         record(getattr(steps, name), policy="mixed_bfloat16", widened=False)
         getattr(steps, name)()

@@ -22,3 +22,8 @@ SIXTEEN_BIT = frozenset({torch.float16, torch.bfloat16})
 def dtype_of(format_name: str) -> torch.dtype:
     """Return the dtype that stores the values of a format."""
     return DTYPES[format_of(format_name).name]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, which is that of its format if it has one."""
+    return str(dtype).removeprefix("torch.")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.dtypes import SIXTEEN_BIT, name_of
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import Watcher, operator_of
@@ -99,7 +99,7 @@ class Survey(Watcher):  # type: ignore[no-untyped-call]
         if native in _LOSSES:
             self.losses.append(ClassLoss(self._tracker.path, *_size_of_loss(*args)))
         if native in _PRODUCTS:
-            format_name = str(next(tensors([out])).dtype).removeprefix("torch.")
+            format_name = name_of(next(tensors([out])).dtype)
             self.products.append(Product(self._tracker.path, operator_of(op).name, format_name, _sizes(native, args)))
 
 
@@ -121,8 +121,7 @@ class _Casts(TorchFunctionMode):
             line = users_line(directly=True)
             if line:
                 where = f"{self._tracker.path} {line}".strip()
-                format_name = str(out.dtype).removeprefix("torch.")
-                self._casts.append(UserCast(where, f"Tensor.{function.__name__}", format_name))
+                self._casts.append(UserCast(where, f"Tensor.{function.__name__}", name_of(out.dtype)))
         return out
 
 

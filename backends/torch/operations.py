@@ -262,3 +262,7 @@ FUNCTIONS: dict[str, str] = by_native_name(
     }
 )
 """Names of functions, methods and Python's operators that are not names of aten operators."""
+
+# Their kernels take 16-bit data with float32 weights, and update statistics in float32 buffers. A cast of these would
+# be a copy, and the update would be lost.
+WITH_STATISTICS = frozenset({"batch_norm", "instance_norm"})

@@ -31,7 +31,7 @@ import polyamp
 from polyamp.backends.torch import cuda_amp, unstable
 from polyamp.backends.torch.attached import Attached, attach, detach
 from polyamp.backends.torch.casting import leaves, map_leaves
-from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.dtypes import SIXTEEN_BIT, name_of
 from polyamp.backends.torch.optimizer import ALIVE, LossScaledOptimizer
 from polyamp.backends.torch.provenance import parts_of
 from polyamp.backends.torch.recording.mode import operator_of
@@ -154,7 +154,7 @@ class _Recorder(unstable.EagerDispatchMode):  # type: ignore[no-untyped-call]
         operator = operator_of(op)
         made = [one for one in leaves(out) if isinstance(one, Tensor) and one.is_floating_point()]
         if made and operator.computes:
-            self._operations[operator.name][str(made[0].dtype).removeprefix("torch.")] += 1
+            self._operations[operator.name][name_of(made[0].dtype)] += 1
         return out
 
 

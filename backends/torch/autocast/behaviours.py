@@ -103,19 +103,13 @@ def overridden_by_rules(region: Region, device_type: str) -> Iterator[str]:
                 yield name
 
 
-@cache
-def native_classes(device_type: str, dtype: torch.dtype) -> dict[str, frozenset[str]]:
-    """Return the classes that canonical operations have under autocast without rules, by any of their operators."""
-    found: dict[str, set[str]] = {}
-    for name in all_operators():
-        op_class: str | None = category(name, device_type)
-        if op_class == "unlisted" and device_type == "cpu" and dtype is torch.float16:
-            op_class = _as_on_cuda(name)
-        if class_name(name) in _FULL_HERE:
-            op_class = "full"
-        if op_class in _CASTING:
-            found.setdefault(class_name(name), set()).add(op_class)
-    return {name: frozenset(classes) for name, classes in found.items()}
+def native_class(operation: str, device_type: str, dtype: torch.dtype) -> str:
+    """Return the class that a canonical operation has under autocast without rules; empty if it is in no list."""
+    sources = OPERATIONS[operation].sources if operation in OPERATIONS else {}
+    listed = "full" if operation in _FULL_HERE else sources.get(_list_of(device_type))
+    if listed is None and device_type == "cpu" and dtype is torch.float16:
+        listed = sources.get("cuda")
+    return listed if listed in _CASTING else ""
 
 
 # Names of operators.
@@ -187,5 +181,9 @@ def category(operator: str, device_type: str) -> str:
     if (operator, device_type) == ("aten::batch_norm", "mps"):  # in addition to the CUDA list
         return "full"
     entry = OPERATIONS.get(canonical(operator) or "")
+    return "unknown" if entry is None else entry.sources.get(_list_of(device_type), "unknown")
+
+
+def _list_of(device_type: str) -> str:
     # XPU, MPS, MTIA and MAIA register operators of the CUDA list, with the same macros
-    return "unknown" if entry is None else entry.sources.get("cpu" if device_type == "cpu" else "cuda", "unknown")
+    return "cpu" if device_type == "cpu" else "cuda"

@@ -23,6 +23,7 @@ from polyamp.backends.torch.autocast import behaviours, boxed
 from polyamp.backends.torch.autocast.behaviours import PROMOTING, behaviour, class_name, registered
 from polyamp.backends.torch.autocast.regions import Region, current, number_of
 from polyamp.backends.torch.autocast.weights import cast_weight, library
+from polyamp.backends.torch.operations import WITH_STATISTICS
 
 
 def prepare(region: Region, device_type: str) -> None:
@@ -70,7 +71,7 @@ def override(name: str, device_type: str, *, required: bool = True) -> None:
         if left is not None:
             unstable.withdraw(left)
         if compiled is not None:
-            only_the_first = class_name(name) in _ONLY_THE_INPUT
+            only_the_first = class_name(name) in WITH_STATISTICS
             compiled.override(name, device_type, listed=_is_listed(name, device_type), only_the_first=only_the_first)
         else:
             kernel, key = _kernel(name, device_type), unstable.AutocastKey(device_type).name
@@ -106,16 +107,11 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
     return kernel
 
 
-# Their kernels take 16-bit inputs with float32 weights, and update statistics in float32 buffers: casting more than the
-# input would lose the update.
-_ONLY_THE_INPUT = {"batch_norm", "instance_norm"}
-
-
 def call_as(op_class: str, op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Callable[..., Any]:
     """Return a function that calls ``op`` as a class asks; as it is, if the class is about float32 and gets a dtype."""
     names = [argument.name for argument in unstable.schema_arguments(op) if not argument.kwarg_only]
     place = names.index("dtype") if "dtype" in names else len(names)
-    count = 1 if canonical in _ONLY_THE_INPUT else len(names)
+    count = 1 if canonical in WITH_STATISTICS else len(names)
     to = dtype if op_class == "lower" else torch.float32
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -25,6 +25,7 @@ from torch import nn
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast import overrides, regions
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES, MARKED, Marks, Region, mark_of, marks_here, set_marks
+from polyamp.backends.torch.dtypes import name_of
 from polyamp.backends.torch.tracking import ModuleHooks, paths_in
 from polyamp.errors import UnsupportedError
 from polyamp.flow import Rule
@@ -108,8 +109,7 @@ def report_unused(region: Region) -> None:
         and (seen or not re.search(r"[./]", rule.pattern))  # a path can only match once modules have run
         and not any(rule.matches(name) for name in rulable)
     ]
-    format_name = str(region.dtype).removeprefix("torch.")
-    report_rules(unused, where=f"autocast to {format_name}", paths="a module")
+    report_rules(unused, where=f"autocast to {name_of(region.dtype)}", paths="a module")
 
 
 # The hooks.

@@ -14,10 +14,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.autocast.behaviours import native_classes
+from polyamp.backends.torch.autocast.behaviours import native_class
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.casting import leaves
-from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
+from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT, name_of
 from polyamp.backends.torch.graphs.capture import copy_of
 from polyamp.backends.torch.graphs.planning import SavedBytes
 from polyamp.backends.torch.recording.mode import Operator, Watcher, operator_of
@@ -179,14 +179,12 @@ def _reason(name: str, decision: Decision, format_name: str, device_type: str, p
     if decision.reason != TABLE:
         agrees = wanted.get(decision.op_class, format_name) == format_name
         return decision.reason if agrees else f"{decision.reason} has no effect here"
-    known = native_classes(device_type, DTYPES[policy.compute]) if device_type in DEVICE_TYPES else {}
-    listed = known.get(name, frozenset())
-    asked = next((one for one in ("lower", "full") if one in listed and wanted[one] == format_name), None)
-    if asked is not None:
-        return TABLE if asked == decision.op_class else f"native autocast's list for {device_type}"
+    listed = native_class(name, device_type, DTYPES[policy.compute]) if device_type in DEVICE_TYPES else ""
+    if listed in wanted and wanted[listed] == format_name:
+        return TABLE if listed == decision.op_class else f"native autocast's list for {device_type}"
     if decision.op_class == "inner":
         return "inner, which native autocast runs in the format of its inputs"
-    if "promote" in listed or decision.op_class == "promote":
+    if "promote" in (listed, decision.op_class):
         return "the widest of its inputs"
     if decision.op_class in wanted and not listed:
         return f"not in native autocast's list for {device_type}"
@@ -196,7 +194,7 @@ def _reason(name: str, decision: Decision, format_name: str, device_type: str, p
 def _format_of(given: Sequence[Tensor], results: Sequence[Tensor]) -> str:
     """Return the dtype of the floating results; without any, that of the floating arguments."""
     floating = [one.dtype for one in (*results, *given) if one.is_floating_point() or one.is_complex()]
-    return str(floating[0]).removeprefix("torch.") if floating else AS_WRITTEN
+    return name_of(floating[0]) if floating else AS_WRITTEN
 
 
 def _bytes(given: Sequence[Tensor], *, wide: bool = False) -> int:

@@ -34,7 +34,7 @@ from polyamp.backends.torch.graphs.graph import (
     operation_of,
     path_of,
 )
-from polyamp.backends.torch.graphs.planning import planned, planned_result
+from polyamp.backends.torch.graphs.planning import plan_entry, result_entry
 from polyamp.backends.torch.graphs.values import (
     Known,
     Numbers,
@@ -117,7 +117,7 @@ class Pass:
         if self._returned.setdefault(node, known.node) is not known.node:  # equal results do not share their memory
             node = self._new.cast(known._replace(number=None), None)
         if self._new.made:
-            self.operations.append(planned_result(self.known[given], self._new.made))
+            self.operations.append(result_entry(self.known[given], self._new.made))
         self._new.made.clear()
         return known._replace(node=node, fake=known.declared)
 
@@ -241,7 +241,7 @@ class Pass:
         known = known._replace(value=value)
         self.decider.lowered |= outcome.format == self.decider.compute
         if tensors_of(known.declared) or self.aliases.changed[node]:
-            self.operations.append(planned(node, operation, decision, outcome, inputs, known, self._new.made))
+            self.operations.append(plan_entry(node, operation, decision, outcome, inputs, known, self._new.made))
         self._new.made.clear()
         return known
 

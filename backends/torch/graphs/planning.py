@@ -13,6 +13,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils.checkpoint import checkpoint
 
 from polyamp.backends.torch import unstable
+from polyamp.backends.torch.dtypes import name_of
 from polyamp.backends.torch.graphs.graph import line_of, native_name, path_of
 from polyamp.backends.torch.graphs.values import Known
 from polyamp.backends.torch.unstable import hint
@@ -22,7 +23,7 @@ from polyamp.plan import PlannedOperation
 Casts = Iterable[tuple[Known, torch.dtype]]
 
 
-def planned(
+def plan_entry(
     node: Node,
     operation: str,
     decision: Decision,
@@ -49,10 +50,10 @@ def planned(
     )
 
 
-def planned_result(known: Known, made: Casts) -> PlannedOperation:
+def result_entry(known: Known, made: Casts) -> PlannedOperation:
     """Return a plan's entry for the cast of a result to its declared dtype."""
     count, before, traffic = _traffic(made)
-    reason = f"a result is {str(known.declared.dtype).removeprefix('torch.')}"
+    reason = f"a result is {name_of(known.declared.dtype)}"
     place = _place(known.node)
     return PlannedOperation(
         "cast", "to", place, "keep", AS_WRITTEN, reason, casts=count, bytes_cast=before, bytes_moved=traffic

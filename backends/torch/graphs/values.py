@@ -15,6 +15,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from polyamp.backends.torch import unstable
+from polyamp.backends.torch.dtypes import name_of
 from polyamp.backends.torch.graphs.graph import native_name, operands_of, operation_of
 from polyamp.flow import INPUT, WEAK, Value
 from polyamp.numbering import Numbering
@@ -43,9 +44,7 @@ def known_value(declared: Any, state: str = "weak") -> Value:
     # Integers count, index or label: converted to float, they are input data. Booleans only select.
     if not is_floating(declared):
         return INPUT if is_integral(declared) else WEAK
-    return (
-        Value(state) if declared.dtype == torch.float32 else Value("other", str(declared.dtype).removeprefix("torch."))
-    )
+    return Value(state) if declared.dtype == torch.float32 else Value("other", name_of(declared.dtype))
 
 
 def constant_of(held: Tensor, decider: Decider, *, divides: bool = False) -> Value:

@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.graphs.graph import native_name
 from polyamp.backends.torch.graphs.values import Known, dtypes_of, fake_as, target_of, value_of
+from polyamp.backends.torch.operations import WITH_STATISTICS
 from polyamp.flow import Decision, Flow, Value, is_wide
 
 
@@ -110,8 +111,7 @@ _MIXED: dict[str, frozenset[str]] = {
     "layer_norm": frozenset({"cpu"}),
     "group_norm": frozenset({"cpu"}),
 }
-_WITH_STATISTICS = frozenset({"batch_norm", "instance_norm"})  # in float32 buffers, which a cast would copy
-_NORMS = frozenset({*_MIXED, *_WITH_STATISTICS, "rms_norm"})
+_NORMS = frozenset({*_MIXED, *WITH_STATISTICS, "rms_norm"})
 _WITHOUT_KERNEL = {("avg_pool3d", "cpu")}  # in 16 bits
 _GATHERING = frozenset({"gather", "index", "index_select", "take", "take_along_dim", "_unsafe_index", "getitem"})
 
@@ -131,7 +131,7 @@ def manner(
     node: Node, operation: str, decision: Decision, outcome: Flow, floating: Sequence[Node], low: torch.dtype
 ) -> Manner:
     """Return how a node runs after the decision of the flow rule."""
-    data = floating[:1] if operation in _WITH_STATISTICS else floating
+    data = floating[:1] if operation in WITH_STATISTICS else floating
     if outcome.output.state != "low":
         return Manner(torch.float32, data)
     if outcome.format == "float32":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast.behaviours import class_name
-from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.dtypes import SIXTEEN_BIT, name_of
 from polyamp.backends.torch.operations import canonical
 from polyamp.backends.torch.recording import widening
 from polyamp.backends.torch.recording.changes import Changes
@@ -187,12 +187,12 @@ class Recorder(Watcher):
         """Add a row for a tensor that was moved or cast from the tensor of another row."""
         shape, spread = tuple(result.shape), spread_of(result)
         self._made_of[len(self.rows)] = [row]
-        self.rows.append(self.rows[row]._replace(format=_format(result), shape=shape, spread=spread))
+        self.rows.append(self.rows[row]._replace(format=name_of(result.dtype), shape=shape, spread=spread))
         return len(self.rows) - 1
 
     def _add(self, operator: Operator, kind: Kind, path: str, result: Tensor, parts: Sequence[int]) -> int:
         op_class, shape = decide(self._policy.rules, operator.name, path).op_class, tuple(result.shape)
-        made = Observation(kind, operator.name, path, op_class, _format(result), shape, spread_of(result))
+        made = Observation(kind, operator.name, path, op_class, name_of(result.dtype), shape, spread_of(result))
         self._made_of[len(self.rows)] = parts if kind == GRADIENT else []
         self._row_of[_storage(result)] = len(self.rows), True
         self.rows.append(made)
@@ -221,10 +221,6 @@ class Recorder(Watcher):
         for part in self._made_of[row]:
             if part not in self.replaced and self.rows[part].kind == GRADIENT:
                 yield from self._parts_of(part)
-
-
-def _format(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _in_backward(operator: Operator, node: Any) -> Operator:

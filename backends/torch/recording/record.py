@@ -18,6 +18,7 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.autocast.regions import ACCELERATOR, nesting
 from polyamp.backends.torch.autocast.weights import forget_casts
+from polyamp.backends.torch.dtypes import name_of
 from polyamp.backends.torch.grad_scaler import GradScaler
 from polyamp.backends.torch.guards import observed
 from polyamp.backends.torch.optimizer import ALIVE
@@ -104,7 +105,7 @@ def _loss_of(step: Any, result: Any) -> Tensor:
     found = shown(loss)
     if isinstance(loss, Tensor):
         gradient = "" if loss.requires_grad else ", which does not require gradients"
-        found = f"a tensor of {str(loss.dtype).removeprefix('torch.')} and shape {tuple(loss.shape)}{gradient}"
+        found = f"a tensor of {name_of(loss.dtype)} and shape {tuple(loss.shape)}{gradient}"
     raise InvalidTypeError(
         "the step neither returns a loss nor runs a backward pass",
         where=getattr(step, "__name__", type(step).__name__),

@@ -224,7 +224,7 @@ def canonical(native: str) -> str | None:
     """Return the canonical name of an aten operator, in any spelling; None if the map does not have it."""
     path = native.replace("::", ".").split(".")
     base = path[1] if path[0] == "aten" else native
-    return OPERATIONS.get(base, OPERATIONS.get(_SPELLING.sub("", base)))
+    return OPERATIONS.get(base) or OPERATIONS.get(_SPELLING.sub("", base))
 
 
 # The derivative of an operator, the operator in place, and the name that ``torch.special`` has for it.

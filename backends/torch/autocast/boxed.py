@@ -16,7 +16,7 @@ import torch
 from polyamp.backends.torch import extension, unstable
 from polyamp.backends.torch.autocast import regions
 from polyamp.backends.torch.autocast.behaviours import behaviour
-from polyamp.backends.torch.autocast.regions import LIMIT, MARKED, numbered
+from polyamp.backends.torch.autocast.regions import LIMIT, MARKED, find_region
 from polyamp.errors import ExtensionError
 
 _UNKNOWN_REGION = -2
@@ -54,7 +54,7 @@ class Kernels:
     @unstable.never_compiled
     def _answer(self, index: int, number: int) -> int:
         name, device_type = self._registered[index]
-        region = regions.current(device_type) if number == _UNKNOWN_REGION else numbered(number)
+        region = regions.current(device_type) if number == _UNKNOWN_REGION else find_region(number)
         op_class = None if region is None else behaviour(name, region, device_type)
         if region is None or op_class is None:
             return _NATIVE

@@ -18,7 +18,7 @@ from polyamp.backends.torch.autocast.regions import (
     Marks,
     Region,
     mark_of,
-    marked,
+    with_marks,
 )
 from polyamp.backends.torch.devices import REPORTED, report_slow
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
@@ -104,7 +104,7 @@ def _traced(policy: Policy) -> Iterator[None]:
     rules = tuple((rule.pattern, rule.op_class) for rule in policy.rules)
     marks = _traced_mark(policy.param, policy.compute, policy.output, rules)
     there = nullcontext() if ACCELERATOR is None else _native(ACCELERATOR, policy.compute)
-    with _native("cpu", policy.compute), there, marked(marks):
+    with _native("cpu", policy.compute), there, with_marks(marks):
         yield
 
 

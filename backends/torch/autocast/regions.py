@@ -72,7 +72,7 @@ _numbers: dict[Region, int] = {}
 _lock = threading.Lock()
 
 
-def numbered(number: int) -> Region:
+def find_region(number: int) -> Region:
     """Return the region with a number."""
     return next(islice(_numbers, number, None))
 
@@ -135,7 +135,7 @@ def marks_here() -> Marks:
 
 
 @contextmanager
-def marked(marks: Marks) -> Iterator[None]:
+def with_marks(marks: Marks) -> Iterator[None]:
     """Set the marks in a graph that Dynamo captures."""
     (first, second), (one, other) = MARKED, marks
     # enabled, these would refuse the dtypes

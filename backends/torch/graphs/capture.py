@@ -142,7 +142,7 @@ def _unchanged(root: nn.Module) -> Iterator[None]:
 
 def copy_of(leaf: Any, fn: Callable[[Any], Any] = lambda tensor: tensor) -> Any:
     """Return a copy of an argument that is an object, such as a cache, with ``fn`` of its tensors; else the leaf."""
-    taken = taken_apart(leaf) if hasattr(leaf, "__dict__") and not callable(leaf) else None
+    taken = take_apart(leaf) if hasattr(leaf, "__dict__") and not callable(leaf) else None
     return leaf if taken is None else put_together(taken, [fn(one) for one in taken.tensors])
 
 
@@ -155,7 +155,7 @@ def _refuse_changes(copies: Sequence[Any], leaves: Sequence[Any]) -> None:
     for copy, leaf in zip(copies, leaves, strict=True):
         if copy is leaf:
             continue
-        now, before = taken_apart(copy), taken_apart(leaf)
+        now, before = take_apart(copy), take_apart(leaf)
         if _contents(now) != _contents(before):
             raise UsageError(
                 "the code changes an object among its arguments, which a graph cannot do",
@@ -217,7 +217,7 @@ def check_arguments(fn: Any, leaves: Sequence[Any]) -> None:
 def _holds_tensors(leaf: object) -> bool:
     if hasattr(leaf, "__array__") or any(isinstance(one, Tensor) for one in getattr(leaf, "__dict__", {}).values()):
         return True
-    taken = taken_apart(leaf) if hasattr(leaf, "__dict__") else None
+    taken = take_apart(leaf) if hasattr(leaf, "__dict__") else None
     return taken is not None and bool(taken.tensors)
 
 
@@ -237,11 +237,11 @@ def hold(tree: Any) -> Any:
 
 
 def _held(leaf: Any) -> Any:
-    taken = None if isinstance(leaf, CONSTANTS) else taken_apart(leaf)
+    taken = None if isinstance(leaf, CONSTANTS) else take_apart(leaf)
     return leaf if taken is None else Held(taken.tensors, taken.rest if taken.tensors else leaf)
 
 
-def taken_apart(leaf: Any) -> Held | None:
+def take_apart(leaf: Any) -> Held | None:
     """Return the tensors of an object, and the rest of it; None if it cannot be rebuilt."""
     if isinstance(leaf, Tensor | torch.nn.Module):
         return None

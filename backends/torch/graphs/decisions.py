@@ -43,14 +43,14 @@ from polyamp.backends.torch.graphs.values import (
     fake_as,
     is_floating,
     is_integral,
-    joined,
+    join_values,
     known_value,
-    made_without_floats,
     map_known,
     numbers_of,
-    of_its_type,
     tensors_of,
+    value_by_type,
     value_of,
+    value_without_floats,
 )
 from polyamp.backends.torch.graphs.writing import AS_IT_IS, Attributes, Manner, Writing, may_exceed
 from polyamp.errors import UsageError
@@ -234,7 +234,7 @@ class Pass:
     def _write_operation(self, node: Node, operation: str, decision: Decision) -> Known:
         inputs = [self.known[used] for used in node.all_input_nodes]
         outcome, known = self._decide(node, operation, decision)
-        value = of_its_type(known, inputs)
+        value = value_by_type(known, inputs)
         if self.numbers.is_constant(node) and isinstance(value, Value) and operation != "mean":
             # what is made of constants alone may be the weights of an average
             value = value._replace(role="weights") if value.role in ("", "statistic") else value
@@ -271,8 +271,8 @@ class Pass:
         constant = self.decider.constant(*numbers)
         if not floating:
             known = [self.known[one] for one in node.all_input_nodes if tensors_of(self.known[one].declared)]
-            given = [joined(one.value) if isinstance(one.value, list) else one.value for one in known]
-            return Flow(AS_WRITTEN, made_without_floats(operation, given, constant), NO_FLOATS)
+            given = [join_values(one.value) if isinstance(one.value, list) else one.value for one in known]
+            return Flow(AS_WRITTEN, value_without_floats(operation, given, constant), NO_FLOATS)
         values = self._operands(node, operation, decision)
         values_and_numbers = [*values, constant] if constant.unfit else values
         outcome = self.decider.flow(operation, decision, values_and_numbers, held=self._held.get(node, ""))
@@ -397,7 +397,7 @@ class Pass:
         call.meta = dict(node.meta)
         example = node.meta.get("example_value")
         either = zip(*(results for _, results in decided), strict=True)
-        return Known(call, example, example, [joined([value_of(one) for one in results]) for results in either])
+        return Known(call, example, example, [join_values([value_of(one) for one in results]) for results in either])
 
     def _node_of(self, given: Any) -> Any:
         return self.known[given].node if isinstance(given, Node) else given

@@ -68,7 +68,7 @@ def rewrite(
     Warns:
         PolyampWarning: nothing was lowered, or a rule matched nothing.
     """
-    rewritten = Rewritten(checked(module), usable(policy))
+    rewritten = Rewritten(check_module(module), check_policy(policy))
     if example_inputs or kwargs:
         rewritten.trace(example_inputs, kwargs)
     return rewritten
@@ -108,7 +108,7 @@ def explain(
         UnsupportedError: torch functions do not compute in the format.
         UsageError: the call is in a `torch.autocast` region.
     """
-    chosen, fn = usable(policy), checked(module)
+    chosen, fn = check_policy(policy), check_module(module)
     if engine not in (None, "rewrite", "autocast"):
         raise InvalidValueError(
             "unknown engine",
@@ -255,7 +255,7 @@ def _view(rewritten: Rewritten, graph: Graph) -> GraphModule:
     return view
 
 
-def checked(module: Any) -> Any:
+def check_module(module: Any) -> Any:
     """Return an object that can be rewritten."""
     if callable(module) and not isinstance(module, type | Rewritten):
         return module
@@ -270,7 +270,7 @@ def checked(module: Any) -> Any:
     )
 
 
-def usable(policy: Policy | str | None) -> Policy:
+def check_policy(policy: Policy | str | None) -> Policy:
     """Return the policy, whose compute format torch functions have to support; None is the current one."""
     chosen = make_policy(policy)
     check_compute(chosen.compute, framework="PyTorch", where="rewrite(module, policy=)", instead=_INSTEAD)

@@ -63,7 +63,7 @@ def value_of(known: Known) -> Value:
     return declared if declared.state == "other" or isinstance(known.value, list) else known.value
 
 
-def made_without_floats(operation: str, given: Sequence[Value], constant: Value) -> Value:
+def value_without_floats(operation: str, given: Sequence[Value], constant: Value) -> Value:
     """Return the facts about the result of an operation on integers, on booleans or on nothing."""
     if operation in ("constant", "fill"):
         return constant
@@ -74,14 +74,14 @@ def made_without_floats(operation: str, given: Sequence[Value], constant: Value)
     return INPUT if given or entry is None or operation == "integer" else WEAK
 
 
-def of_its_type(known: Known, inputs: Sequence[Known]) -> Any:
+def value_by_type(known: Known, inputs: Sequence[Known]) -> Any:
     """Return the facts about a result, considering its dtype: integers that are made of floats are input data."""
     is_boolean = isinstance(known.declared, Tensor) and known.declared.dtype == torch.bool
     counted = is_integral(known.declared) and any(is_floating(one.declared) for one in inputs)
     return known_value(known.declared) if counted or is_boolean else known.value
 
 
-def joined(values: Sequence[Value]) -> Value:
+def join_values(values: Sequence[Value]) -> Value:
     """Return the facts about a float32 value that may be any of several."""
     states = ("strong", "other", "input")
     return next((Value(one.state, one.maker) for state in states for one in values if one.state == state), WEAK)

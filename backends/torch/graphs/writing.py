@@ -52,7 +52,8 @@ class Writing:
         key = (known.node if known.number is None else known.number, known.fake.dtype, strides, target, self.records)
         if key not in self._casts:
             self.made.append((known, target))
-            source = saturated(self.graph, known.node, target) if adds and may_exceed(value_of(known)) else known.node
+            exceeds = adds and may_exceed(value_of(known))
+            source = write_saturated(self.graph, known.node, target) if exceeds else known.node
             new = self.graph.call_method("to", (source, target))
             new.meta = {**known.node.meta, "example_value": fake_as(known, dtype, self.mode)}
             self._casts[key] = new
@@ -173,7 +174,7 @@ def takes_wide_mask(node: Node) -> bool:
     return native_name(node).startswith("scaled_dot_product_attention") and _device_type(node) == "cpu"
 
 
-def saturated(graph: Graph, value: Node, dtype: torch.dtype) -> Node:
+def write_saturated(graph: Graph, value: Node, dtype: torch.dtype) -> Node:
     """Write nodes that keep finite numbers finite in a dtype: a row of masks of -1e9, as infinities, would become NaN.
 
     Returns:

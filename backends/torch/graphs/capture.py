@@ -121,15 +121,15 @@ def _headline(error: Exception) -> str:
 @contextmanager
 def _unchanged(root: nn.Module) -> Iterator[None]:
     """Refuse code that assigns attributes: a graph would not assign them again."""
-    modules = list(root.modules())
-    before = [_attributes(module) for module in modules]
+    saved = [
+        (type(module).__name__, attributes, dict(attributes))
+        for module in root.modules()
+        for attributes in (vars(module), module._parameters, module._buffers)
+    ]
     try:
         yield
     finally:
-        changed = [_restored(module, old) for module, old in zip(modules, before, strict=True)]
-    names = {
-        f"{type(module).__name__}.{name}" for module, names in zip(modules, changed, strict=True) for name in names
-    }
+        names = {f"{kind}.{name}" for kind, attributes, before in saved for name in _restore(attributes, before)}
     if names:
         raise UsageError(
             "the code assigns attributes, which a graph cannot do",
@@ -166,25 +166,15 @@ def _refuse_changes(copies: Sequence[Any], leaves: Sequence[Any]) -> None:
             )
 
 
-_HOLDERS = ("_parameters", "_buffers")
-
-
-def _attributes(module: nn.Module) -> dict[str, dict[str, Any]]:
-    return {"": dict(vars(module)), **{holder: dict(getattr(module, holder)) for holder in _HOLDERS}}
-
-
-def _restored(module: nn.Module, before: dict[str, dict[str, Any]]) -> list[str]:
+def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> list[str]:
     """Restore the attributes that were assigned, and return their names."""
-    changed = []
-    for holder, old in before.items():
-        now = getattr(module, holder) if holder else vars(module)
-        names = [name for name in {*old, *now} if now.get(name) is not old.get(name) and not name.startswith("_dynamo")]
-        changed += names
-        for name in names:
-            if name in old:
-                now[name] = old[name]
-            else:
-                del now[name]
+    names = {name for name in {*before, *attributes} if attributes.get(name) is not before.get(name)}
+    changed = [name for name in names if not name.startswith("_dynamo")]
+    for name in changed:
+        if name in before:
+            attributes[name] = before[name]
+        else:
+            del attributes[name]
     return changed
 
 

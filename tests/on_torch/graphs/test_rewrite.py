@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import polyamp
 from polyamp.backends.torch import rewrite
-from support.torch_cases import GPT, MODELS, ConvNet, case, mlp
+from support.torch_cases import MODELS, ConvNet, case, mlp
 
 pytestmark = pytest.mark.slow
 
@@ -216,11 +216,10 @@ def test_many_modules_of_one_class_are_captured() -> None:
 
 
 def test_tied_weights_are_cast_once() -> None:
-    model = GPT()
-    rewritten = rewrite(model, torch.randint(0, 32, (3, 7)), policy="mixed_bfloat16")
+    model, args, rewritten = made("gpt")
     casts = [node for node in rewritten.graph.nodes if node.target == "to" and node.args[0].op == "get_attr"]
     assert sorted(str(node.args[0].target) for node in casts) == sorted({str(node.args[0].target) for node in casts})
-    rewritten(torch.randint(0, 32, (2, 5))).sum().backward()
+    rewritten(*args).backward()
     assert model.head.weight is model.embedding.weight
 
 

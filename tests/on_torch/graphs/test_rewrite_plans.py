@@ -92,13 +92,11 @@ def test_numbers_of_buffers_are_looked_at_and_the_largest_of_parameters() -> Non
 
 def test_places_are_module_paths_and_lines_and_rules_match_them() -> None:
     model, args = case("gpt")
-    policy = polyamp.policy(
-        "mixed_bfloat16", rules=dict.fromkeys(["layers.*.second_norm", "layers/0/*", "norm"], "lower")
-    )
-    plan = explain(model, *args, policy=policy)
+    patterns = ["layers.*.second_norm", "layers/0/*", "norm"]
+    plan = explain(model, *args, policy=polyamp.policy("mixed_bfloat16", rules=dict.fromkeys(patterns, "lower")))
     norms = [(op.format, op.reason) for op in plan.operations if op.name == "layer_norm"]
-    of_layers = [("bfloat16", "rule 'layers.*.second_norm'"), ("bfloat16", "rule 'norm'")]
-    assert norms == [("bfloat16", "rule 'layers/0/*'"), of_layers[0], of_layers[1], *of_layers]
+    second, zeroth, plain = (("bfloat16", f"rule {pattern!r}") for pattern in patterns)
+    assert norms == [zeroth, second, plain, second, plain]
     assert plan.unused_rules == ()
     places = {op.where for op in plan.operations}
     assert {"embedding", "layers.0.norm", "layers.1.qkv", "layers.0", "head"} <= {place.split()[0] for place in places}

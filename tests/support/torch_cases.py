@@ -79,20 +79,16 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def _encoder() -> nn.Module:
-    return nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
-    )
-
+_SIZES: dict[str, Any] = {"d_model": 16, "nhead": 2, "dim_feedforward": 32, "dropout": 0.0, "batch_first": True}
 
 MODELS: dict[str, Callable[[], Case]] = {
     "mlp": lambda: (mlp(), (torch.randn(6, 8),)),
     "conv": lambda: (ConvNet(), (torch.randn(4, 3, 8, 8),)),
-    "encoder": lambda: (_encoder(), (torch.randn(3, 5, 16),)),
-    "decoder": lambda: (
-        nn.TransformerDecoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
-        (torch.randn(3, 5, 16), torch.randn(3, 4, 16)),
+    "encoder": lambda: (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(**_SIZES), 1, enable_nested_tensor=False),
+        (torch.randn(3, 5, 16),),
     ),
+    "decoder": lambda: (nn.TransformerDecoderLayer(**_SIZES), (torch.randn(3, 5, 16), torch.randn(3, 4, 16))),
     "lstm": lambda: (Recurrent(), (torch.randn(3, 5, 8),)),
     "gru": lambda: (nn.GRU(8, 8, batch_first=True), (torch.randn(3, 5, 8),)),
     "block": lambda: (Block(), (torch.randn(3, 5, 16), torch.ones(5, 5, dtype=torch.bool).tril())),

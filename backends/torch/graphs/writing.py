@@ -175,11 +175,8 @@ def takes_wide_mask(node: Node) -> bool:
 
 
 def write_saturated(graph: Graph, value: Node, dtype: torch.dtype) -> Node:
-    """Write nodes that keep finite numbers finite in a dtype: a row of masks of -1e9, as infinities, would become NaN.
-
-    Returns:
-        A node with the dtype of ``value``.
-    """
+    """Write nodes for a value whose finite numbers stay finite in a dtype."""
+    # A row of masks of -1e9, as infinities, would become NaN.
     limit = torch.finfo(dtype).max
     infinite = graph.call_method("isinf", (value,))
     nearest = graph.call_method("clamp", (value, -limit, limit))

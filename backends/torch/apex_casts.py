@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from polyamp.backends.torch.autocast.weights import forget_casts
 from polyamp.backends.torch.autocast.context import autocast_context
+from polyamp.backends.torch.autocast.weights import forget_casts
 from polyamp.backends.torch.casting import cast_tensor, cast_to, leaves
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT

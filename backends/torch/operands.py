@@ -175,15 +175,6 @@ def _layout(param: Any) -> Any:
     return (param.device_mesh, param.placements) if hasattr(param, "placements") else None
 
 
-def sort(rule: UpdateRule, optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> list[Batch]:
-    """Return the calls that step all these parameters."""
-    kinds: dict[Any, list[Place]] = {}
-    for place in places:
-        moments = rule.moments(optimizer.param_groups[place.group])
-        kinds.setdefault((place.param.device, place.param.dtype, moments), []).append(place)
-    return [Batch(rule, optimizer, kind) for kind in kinds.values()]
-
-
 class Calls:
     """The calls of the last step, reused for the next one as long as parameters and state are the same."""
 
@@ -217,7 +208,11 @@ class Calls:
                     return None
                 taken.append(place)
         if not _same(taken, self._taken):
-            self._taken, self._batches = taken, sort(rule, inner, taken)
+            sorts: dict[Any, list[Place]] = {}
+            for place in taken:
+                key = place.param.device, place.param.dtype, kinds[place.group][1]
+                sorts.setdefault(key, []).append(place)
+            self._taken, self._batches = taken, [Batch(rule, inner, places) for places in sorts.values()]
             self._states = [*map(id, inner.state.values())]  # these objects live as long as the batches
         return self._batches
 

@@ -252,9 +252,9 @@ class Witness:
         self.shared: list[tuple[Gradient, Scaling | None]] = []  # gradients of others that it changed; None: it clips
         self.is_unscaled = False  # by `unscale_`, before the step
         self.has_more = False  # whether a pass added to unscaled gradients
-        self._has_unscaled = self._is_mixed = False  # a pass added to them that no factor is right for
-        self._mixed: list[Gradient] = []  # that a pass added to partly without a scale
-        self._was_left = False  # a pass added to those of the last step
+        # Why no factor is right: a pass of an "unscaled" loss, of losses of "mixed" scales, or onto what a step "left".
+        self._faults: set[str] = set()
+        self._partly_scaled: list[Gradient] = []  # that a pass added to partly without a scale
         self._polluting = -1  # autograd's number of the pass that began while they were those of the last step
         self._noted: Gradient | None = None
         self._task = -1
@@ -332,16 +332,17 @@ class Witness:
         if declared is not None:
             self.scaling = Scaling(own, own.state.scale if declared else 1.0)
             return self.scaling
-        if own.settings.check and (self._was_left or (self.left is not None and self.left.is_there())):
+        if own.settings.check and ("left" in self._faults or (self.left is not None and self.left.is_there())):
             raise not_cleared()
-        if self._is_mixed or (self._mixed and any(one.is_there() for one in self._mixed)):
+        if "mixed" in self._faults or (self._partly_scaled and any(one.is_there() for one in self._partly_scaled)):
             raise mixed()
         if self.left is not None and not self.left.is_there():
             self.scaling = None
-        if self._has_unscaled and (own.multiplies or not (self.scaling is None or self.scaling.factor == 1.0)):
+        has_unscaled = "unscaled" in self._faults
+        if has_unscaled and (own.multiplies or not (self.scaling is None or self.scaling.factor == 1.0)):
             raise loss_not_scaled(partly=self.scaling is not None)
         if self.scaling is None:
-            self.scaling = Scaling(own, 1.0) if self._has_unscaled else self._unobserved(own)
+            self.scaling = Scaling(own, 1.0) if has_unscaled else self._unobserved(own)
         return self.scaling
 
     def _unobserved(self, own: LossScaler) -> Scaling:
@@ -382,16 +383,16 @@ class Witness:
 
     def _forget_cleared(self) -> None:
         """Forget what is known of gradients that somebody has set to zeros."""
-        if self._has_unscaled or self._is_mixed or self._was_left:
+        if self._faults:
             self._keep_after_write()
-        if self._mixed and not self._is_filled():
-            self._mixed = []
+        if self._partly_scaled and not self._is_filled():
+            self._partly_scaled = []
         if self.shared:
             self.shared = [one for one in self.shared if one[0].is_filled()]
 
     def _mix(self, reached: Sequence[Tensor]) -> None:
         """Note that a pass has added to gradients what no factor is right for."""
-        self._mixed += [Gradient.of(param) for param in reached if param.grad is not None]
+        self._partly_scaled += [Gradient.of(param) for param in reached if param.grad is not None]
 
     def _look_for_unobserved(self, begun: Pass, other: Scaling, *, accumulates: bool) -> None:
         """Look for gradients of an earlier loss with another scale that were set by hand."""
@@ -419,7 +420,7 @@ class Witness:
             return
         if self._shared():  # the other optimizer would not know
             self._refuse_what_is_there(mixed=True)
-            if not self._is_mixed:  # there are only zeros
+            if "mixed" not in self._faults:  # there are only zeros
                 self.open()
             return
         ratio = own.factor / other.factor
@@ -438,7 +439,7 @@ class Witness:
         param = self._first_with_gradient()
         if param is not None and self._is_filled():
             self._noted = Gradient.of(param)
-            self._is_mixed, self._has_unscaled = self._is_mixed or mixed, self._has_unscaled or not mixed
+            self._faults.add("mixed" if mixed else "unscaled")
 
     def _keep_after_write(self) -> None:
         """Go on refusing gradients that somebody changed since they were noted, if some are left that are not zeros."""
@@ -448,7 +449,7 @@ class Witness:
         if left is not None and self._is_filled():
             self._noted = Gradient.of(left)
         elif self._noted is not None:
-            self._has_unscaled = self._is_mixed = self._was_left = False
+            self._faults = set()
 
     @not_traced
     def note(self, param: Tensor) -> None:
@@ -459,7 +460,7 @@ class Witness:
         self._task = task
         if self._noted is None or not self._noted.has_grown(by=param):
             # Somebody cleared the gradients, or wrote to them.
-            self._has_unscaled = self._is_mixed = self._was_left = False
+            self._faults = set()
         if task == -1:  # a pipeline schedule lets FSDP reduce gradients after all its passes
             self._noted = None
             return
@@ -469,9 +470,9 @@ class Witness:
         if begun is None and scaling is None:
             self._note_unscaled_loss(param)
         elif begun is not None and begun.task == self._polluting:
-            self._was_left = True
+            self._faults.add("left")
         elif scaling is None:
-            self._is_mixed = True
+            self._faults.add("mixed")
         else:
             self._note_scaled_loss(scaling, is_marked=begun is not None)
         self.left, self._polluting = None, -1
@@ -498,22 +499,23 @@ class Witness:
         if self.scaling is None or not (is_marked or self.left is None):
             self.scaling = scaling
         elif not (is_marked or self.scaling.is_like(scaling)):
-            self._is_mixed = True
+            self._faults.add("mixed")
         if scaling.scaler not in self.contributors:
             self.contributors.append(scaling.scaler)
 
     def _note_unscaled_loss(self, param: Tensor) -> None:
         if self.left is not None:
-            self._was_left = self.left.has_grown(by=param)
             self.scaling = None
+            if self.left.has_grown(by=param):
+                self._faults.add("left")
         own = [one.scaling for one in self._own_passes() if not one.has_arrived]
-        if own and not (self.contributors or self._has_unscaled or self.is_unscaled) and self._is_wide:
+        if own and not (self.contributors or "unscaled" in self._faults or self.is_unscaled) and self._is_wide:
             # The optimizer's own loss reached no parameters: gradients are cached at a model's representations.
             self.scaling, self.contributors, self._stays_wide = own[-1], [own[-1].scaler], True
             return
         model = self.taken_from if self.taken_from is not None else self.scaling
         if not (self.is_unscaled and model is not None and model.factor == 1.0):
-            self._has_unscaled = True
+            self._faults.add("unscaled")
 
     def _first_with_gradient(self) -> Tensor | None:
         owner = self._owner()

@@ -73,7 +73,9 @@ def any_rank(flag: Tensor, process_group: Any = None) -> tuple[Tensor, Overflowe
     distributed = torch.distributed
     here, size = distributed.get_rank(process_group), distributed.get_world_size(process_group)
     members = None if process_group is None else distributed.get_process_group_ranks(process_group)
-    device = _device_for(flag.device, process_group)
+    backends = distributed.get_backend_config(process_group)  # such as "cpu:gloo,cuda:nccl"
+    types = [part.split(":")[0] for part in backends.split(",")]
+    device = flag.device if flag.device.type in types else torch.device(types[0])  # NCCL refuses CPU tensors
     bits = torch.zeros((*flag.shape, -(-size // BITS)), dtype=torch.int64, device=device)
     bits[..., here // BITS] = flag.detach().ne(0).to(device, torch.int64) * (1 << here % BITS)
     distributed.all_reduce(bits, group=process_group)
@@ -106,10 +108,3 @@ def shard_group(param: Tensor) -> Any:
         _groups.update((flat, group) for flat, group in flattened_shards())
         _groups.setdefault(param, None)
     return _groups[param]
-
-
-def _device_for(device: torch.device, process_group: Any) -> torch.device:
-    """Return the device on which the group's backend accepts the flag; NCCL, for example, refuses CPU tensors."""
-    backends = torch.distributed.get_backend_config(process_group)  # such as "cpu:gloo,cuda:nccl"
-    types = [part.split(":")[0] for part in backends.split(",")]
-    return device if device.type in types else torch.device(types[0])

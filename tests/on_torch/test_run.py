@@ -55,12 +55,16 @@ def run(tmp_path: Path) -> Run:
     return run
 
 
+PLAIN: dict[str, dict[str, Any]] = {}  # what scripts report without polyamp
+
+
 def plainly(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    out = tmp_path / "plain.json"
-    monkeypatch.setattr(sys, "argv", [script, str(out)])
-    runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    if script not in PLAIN:
+        out = tmp_path / "plain.json"
+        monkeypatch.setattr(sys, "argv", [script, str(out)])
+        runpy.run_path(str(SCRIPTS / f"{script}.py"), run_name="__main__")
+        PLAIN[script] = json.loads(out.read_text())
+    return PLAIN[script]
 
 
 @pytest.mark.parametrize("policy", TOLERANCE)

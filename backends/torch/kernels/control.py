@@ -59,7 +59,10 @@ def decode(report: Sequence[int]) -> tuple[LossScaleState, bool]:
 
 def on_device(state: LossScaleState, device: torch.device) -> LossScaleState:
     """Return the state as scalar tensors: scales in float32, counts in int32."""
-    scalars = (_scalar(value, _DTYPES[kind]) for value, kind in zip(state, TYPES, strict=True))
+    scalars = (
+        value if isinstance(value, Tensor) else torch.tensor(value, dtype=_DTYPES[kind], device="cpu")
+        for value, kind in zip(state, TYPES, strict=True)
+    )
     return LossScaleState(*(scalar.to(device, non_blocking=True) for scalar in scalars))
 
 
@@ -111,10 +114,6 @@ def constant(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 _constants: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
-
-
-def _scalar(value: Any, dtype: torch.dtype) -> Tensor:
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device="cpu")
 
 
 class LateValues:

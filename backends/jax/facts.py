@@ -11,11 +11,11 @@ import numpy as np
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.casting import is_low, name_of, trainable
-from polyamp.backends.jax.graphs.program import Equation, Program, walk
+from polyamp.backends.jax.degrees import Scaling, scaling_of
+from polyamp.backends.jax.graphs.capture import Equation, Program, walk
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.operations import OPERATIONS
 from polyamp.backends.jax.optimizer import Step
-from polyamp.backends.jax.scaling import Scaling, scaling_of
 from polyamp.backends.jax.state import holds_state, is_of_optax, is_state, states_in
 from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import UsageError

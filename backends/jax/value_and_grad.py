@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from polyamp.backends.jax.casting import check_tree, is_array, is_traced
 from polyamp.backends.jax.gradients import all_finite, note_scale
-from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
-from polyamp.backends.jax.graphs.rewrite import name_of, run_rewritten
+from polyamp.backends.jax.graphs.capture import users_level
+from polyamp.backends.jax.graphs.rewrite import check_function, name_of, positions, run_rewritten
 from polyamp.backends.jax.modules import NnxArguments, is_nnx_module, trained_in, with_trained
 from polyamp.backends.jax.state import LossScaleOptState, check_single, find_state
 from polyamp.errors import InvalidValueError, no_loss, wrong_type

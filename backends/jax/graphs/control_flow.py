@@ -24,9 +24,9 @@ import jax
 from jax import lax
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.graphs import binding
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, held_as_declared
 from polyamp.backends.jax.graphs.interpreter import Handler, Interpreter
+from polyamp.backends.jax.graphs.writing import note_call
 from polyamp.flow import CARRIED, Value
 from polyamp.plan import Decider
 
@@ -61,7 +61,7 @@ def jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[C
     rewritten = _rewritten(run, called, cells, path)
     run.decider.take_over(rewritten.decider)
     results = _bound_to(equation, cells, rewritten.closed, rewritten.outputs)
-    binding.note_call(results, lambda: run.run(called, cells, path))
+    note_call(results, lambda: run.run(called, cells, path))
     return results
 
 

@@ -10,7 +10,7 @@ around it sees an ordinary program.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
@@ -21,11 +21,13 @@ import numpy as np
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.casting import dtype_of, is_traced
-from polyamp.backends.jax.graphs import binding
-from polyamp.backends.jax.graphs.binding import bind_low, bind_wide
+from polyamp.backends.jax.graphs import writing
+from polyamp.backends.jax.graphs.capture import Program
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, declared_value
-from polyamp.backends.jax.graphs.decisions import Decided, PlanBuilder, decide_equation
+from polyamp.backends.jax.graphs.decisions import Decided, decide_equation
+from polyamp.backends.jax.graphs.planning import PlanBuilder
 from polyamp.backends.jax.graphs.values import Values
+from polyamp.backends.jax.graphs.writing import bind_low, bind_wide
 from polyamp.backends.jax.operations import canonical
 from polyamp.errors import UnsupportedError
 from polyamp.flow import AS_WRITTEN, INPUT, WEAK, Value, decide
@@ -74,10 +76,8 @@ def _links(equation: Any, called: int, made: dict[Any, tuple[int, int]]) -> set[
 class Interpreter:
     """One run of a program under a policy."""
 
-    def __init__(
-        self, policy: Policy, plan: PlanBuilder | None = None, parameters: frozenset[int] = frozenset()
-    ) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy, handlers: Mapping[str, Handler], plan: PlanBuilder | None = None) -> None:
+        self.policy, self.handlers = policy, handlers
         self.compute = dtype_of(policy.compute)
         self.decider = Decider(policy)
         self.repeats = Repeats()
@@ -85,13 +85,14 @@ class Interpreter:
         self._made: dict[int, Cell] = {}  # by its number the first of equal results
         self.is_looped = False
         self.plan = plan
-        self.parameters = parameters
+        self._parameters: frozenset[int] = frozenset()  # the ids of traced arrays that it takes from modules
         self._needs_paths = plan is not None or bool(policy.rules)
 
     def apart(self) -> Interpreter:
         """Return an interpreter for the same policy that keeps its own record."""
-        other = Interpreter(self.policy, parameters=self.parameters)
+        other = Interpreter(self.policy, self.handlers)
         other.repeats, other.values, other.is_looped = self.repeats, self.values, self.is_looped
+        other._parameters = self._parameters
         return other
 
     @contextmanager
@@ -106,6 +107,18 @@ class Interpreter:
     def place(self, path: str) -> str:
         """Return the part of a path that decisions depend on: without rules for paths, at most `unstable.ISLAND`."""
         return path if self._needs_paths else unstable.ISLAND if unstable.ISLAND in path else ""
+
+    def run_program(self, program: Program, arrays: Sequence[Any]) -> list[Any]:
+        """Return the arrays of a program's results in their declared dtypes."""
+        jaxpr, _ = unstable.opened(program.closed)
+        if self.plan is None:
+            self.repeats.count(program.closed)
+        self.values = Values(program.closed, self.repeats.is_repeated, program.are_parameters)
+        self._parameters = program.parameters
+        given = zip(arrays, jaxpr.invars, program.are_parameters, strict=True)
+        cells = [Cell.of(array, unstable.dtype_in(var), WEAK if own else INPUT) for array, var, own in given]
+        outputs = self.run(program.closed, cells, "")
+        return [_as_traced(cell, variable) for cell, variable in zip(outputs, jaxpr.outvars, strict=True)]
 
     def run(self, closed: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
         """Return the outputs of a jaxpr that runs in the scopes ``path``."""
@@ -135,7 +148,7 @@ class Interpreter:
     def _equation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
         own = unstable.scopes(equation) if self._needs_paths else ""
         path = "/".join(filter(None, (path, unstable.island(equation), own)))
-        handler = HANDLERS.get(equation.primitive.name)
+        handler = self.handlers.get(equation.primitive.name)
         results = handler(self, equation, cells, path) if handler else None
         return self._operation(equation, cells, path) if results is None else results
 
@@ -150,7 +163,7 @@ class Interpreter:
             results = _results(equation, bound, decided.outcome.output, FLOAT32)
         else:
             results = _results(equation, self._bind(equation, decided, cells), decided.outcome.output, decided.dtype)
-            binding.note_equation(equation, cells, results, decided.outcome.anew)
+            writing.note_equation(equation, cells, results, decided.outcome.anew)
         if len(results) == 1:
             self._share_casts(equation, results[0])
         return results
@@ -175,7 +188,7 @@ class Interpreter:
     def _constant(self, variable: Any, array: Any) -> Cell:
         declared = unstable.dtype_in(variable)
         if isinstance(array, jax.core.Tracer):
-            return Cell.of(array, declared, WEAK if id(array) in self.parameters else INPUT)
+            return Cell.of(array, declared, WEAK if id(array) in self._parameters else INPUT)
         if declared != FLOAT32:
             return Cell.of(array, declared)
         return Cell.of(array, declared, self.decider.table(array, divides=self.values.asked_of(variable) == DIVIDES))
@@ -208,12 +221,23 @@ def _results(equation: Any, arrays: Sequence[Any], value: Value, held: Any) -> l
     ]
 
 
-def _barrier(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
+def _as_traced(cell: Cell, variable: Any) -> Any:
+    """Return an output with its traced dtype, which may be a weak type."""
+    is_rounded = cell.value.role == "saturated" and cell.declared == FLOAT32  # its user may take a logarithm
+    array = writing.compute_again(cell) if is_rounded else cell.restored()
+    weak = getattr(variable.aval, "weak_type", False)
+    if unstable.dtype_in(variable) is None:
+        return array
+    array = jnp.asarray(array)
+    return unstable.converted(array, cell.declared, weak_type=weak) if array.aval.weak_type != weak else array
+
+
+def barrier(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
     """Pass each operand on in its own format."""
     return around(cells, unstable.bound(equation, [cell.array for cell in cells]))
 
 
-def _convert(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell] | None:
+def convert(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell] | None:
     """Carry out a cast that the user wrote. A cast from float32 to float32 (of a weak type) does nothing."""
     # The result of a cast from integers is an input, such as labels or positions; that of a cast from booleans is 0 or
     # 1.
@@ -233,6 +257,3 @@ def _convert(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> l
 
 Handler = Callable[[Interpreter, Any, list[Cell], str], list[Cell] | None]
 """Returns the outputs of an equation, or None if the interpreter must bind it as an operation."""
-
-# Handlers of primitives that hold programs need an interpreter, so `program` adds them.
-HANDLERS: dict[str, Handler] = {"optimization_barrier": _barrier, "convert_element_type": _convert}

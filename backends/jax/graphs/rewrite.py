@@ -15,17 +15,33 @@ import jax
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.devices import check_format
-from polyamp.backends.jax.graphs import regions
-from polyamp.backends.jax.graphs.decisions import IN_FLOAT32, PlanBuilder
-from polyamp.backends.jax.graphs.interpreter import Interpreter
-from polyamp.backends.jax.graphs.program import Program, walk
-from polyamp.backends.jax.graphs.refusals import check_function, positions, users_level
+from polyamp.backends.jax.graphs import control_flow, derivatives, interpreter, planning
+from polyamp.backends.jax.graphs.capture import Program, users_level, walk
+from polyamp.backends.jax.graphs.decisions import IN_FLOAT32
+from polyamp.backends.jax.graphs.interpreter import Handler, Interpreter
+from polyamp.backends.jax.graphs.planning import PlanBuilder, Region
 from polyamp.backends.jax.modules import as_pure
-from polyamp.errors import not_traced
+from polyamp.errors import is_integer, not_traced, wrong_type
 from polyamp.plan import Decider, Plan
 from polyamp.policies import Policy, current_policy
 from polyamp.policies import policy as make_policy
 from polyamp.regions import NO_PRODUCTS, report_nothing_lowered, report_unused
+
+HANDLERS: dict[str, Handler] = {
+    "optimization_barrier": interpreter.barrier,
+    "convert_element_type": interpreter.convert,
+    "jit": control_flow.jit,
+    "closed_call": control_flow.in_place("call_jaxpr"),
+    "remat_opt": control_flow.in_place("fwd_jaxpr"),
+    "remat2": control_flow.remat,
+    "shard_map": control_flow.shard_map,
+    "scan": control_flow.scan,
+    "while": control_flow.while_loop,
+    "cond": control_flow.cond,
+    "custom_jvp_call": derivatives.custom_jvp,
+    "custom_vjp_call": derivatives.custom_vjp,
+}
+"""What runs a primitive, if it is not bound as an operation."""
 
 
 class Rewritten:
@@ -80,24 +96,29 @@ def planned(
     """Return the plan of a function whose parameters are at ``argnums``."""
     check_format(chosen.compute)
     places = positions(argnums, where="explain(fn, *args)")
-    with regions.recorded() as own:
+    with planning.recorded() as own:
         program = Program(*as_pure(fn, args, kwargs, places)[:4])
     if own.found and any(equation.is_backward for equation in walk(program.closed)):
-        return regions.plan_of_step(program.closed, own)
-    plan = PlanBuilder(own.at)
-    interpreter = Interpreter(chosen, plan)
-    jax.eval_shape(lambda arrays: program.run(interpreter, arrays), program.arrays)
+        return planning.plan_of_step(program.closed, own)
+    plan = PlanBuilder(own)
+    run = Interpreter(chosen, HANDLERS, plan)
+    jax.eval_shape(lambda arrays: run.run_program(program, arrays), program.arrays)
     plain = program
     if own.found:
-        with regions.recorded(left_out=True):
+        with planning.recorded(left_out=True):
             plain = Program(*as_pure(fn, args, kwargs, places)[:4])
     return Plan(
         str(chosen),
         tuple(plan.operations),
-        program.bytes_saved(lambda arrays: program.run(Interpreter(chosen), arrays)),
+        _bytes_saved(program, chosen),
         plain.bytes_saved(plain.as_traced),
-        tuple(own.unused_rules(chosen, [interpreter.decider])),
+        tuple(own.unused_rules(chosen, [run.decider])),
     )
+
+
+def _bytes_saved(program: Program, policy: Policy) -> int | None:
+    """Return the bytes that the backward pass of a program keeps under a policy."""
+    return program.bytes_saved(lambda arrays: Interpreter(policy, HANDLERS).run_program(program, arrays))
 
 
 def run_rewritten(
@@ -112,18 +133,23 @@ def run_rewritten(
     """Run a function under a policy, or the current one; report under this name what had no effect."""
     policy = bound or current_policy()
     check_format(policy.compute)
-    shown = regions.RECORDED.get()
+    shown = planning.RECORDED.get()
     if policy.compute == "float32" or (shown is not None and shown.left_out):
         with jax.named_scope(unstable.ISLAND) if bound and policy.compute == "float32" else nullcontext():
             return fn(*args, **kwargs)
     call = as_pure(fn, args, kwargs, argnums)
     program = Program(*call[:4])
     if shown is not None:
-        return call.accept(program.results(shown.run(policy, program)))
-    interpreter = Interpreter(policy)
-    results = call.accept(program.results(program.run(interpreter, program.arrays)))
+        plan = PlanBuilder(shown)
+        run = Interpreter(policy, HANDLERS, plan)
+        saved = _bytes_saved(program, policy), program.bytes_saved(program.as_traced)
+        with shown.add(Region(policy, plan.operations, run.decider, saved)):
+            arrays = run.run_program(program, program.arrays)
+        return call.accept(program.results(arrays))
+    run = Interpreter(policy, HANDLERS)
+    results = call.accept(program.results(run.run_program(program, program.arrays)))
     if name is not None:
-        _report(interpreter.decider, name)
+        _report(run.decider, name)
     return results
 
 
@@ -202,3 +228,21 @@ def autocast(
         return run_rewritten(fn, bound, args, kwargs, name=name_of(fn), argnums=places)
 
     return autocasted
+
+
+def check_function(fn: object, *, where: str) -> None:
+    """Raise if ``fn`` is not callable, for example an array."""
+    if not callable(fn):
+        allowed = "a function of arrays and pytrees: a model's apply, a loss"
+        fix = "pass the function, and call the result with arrays; to cast arrays, call policy.cast_to_compute(tree)"
+        raise wrong_type(type(fn), where=where, allowed=allowed, fix=fix, what="the argument is not a function")
+
+
+def positions(argnums: Any, *, where: str, at_least: int = 0) -> tuple[int, ...]:
+    """Return the positions of arguments, in their order."""
+    wanted = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
+    if len(wanted) >= at_least and all(map(is_integer, wanted)):
+        return wanted
+    allowed = "an integer, or a tuple of integers; 0 is the function's first argument"
+    fix, what = "count the function's own arguments from 0", "argnums are not positions of arguments"
+    raise wrong_type(argnums, where=where, allowed=allowed, fix=fix, what=what)

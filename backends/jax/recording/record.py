@@ -13,7 +13,7 @@ import numpy as np
 
 from polyamp.backends.jax import gradients, unstable
 from polyamp.backends.jax.casting import is_floating, name_of
-from polyamp.backends.jax.graphs.program import Program, walk
+from polyamp.backends.jax.graphs.capture import Program, walk
 from polyamp.backends.jax.graphs.rewrite import run_rewritten
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.recording.counting import Sample, spread_of

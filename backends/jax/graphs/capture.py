@@ -1,23 +1,24 @@
-"""A call of a function as a program: traced, with its arrays apart from everything static, and all its equations."""
+"""Captures a call of a function as a program: its jaxpr, apart from everything static; and all equations of a jaxpr.
+
+A function that cannot be traced is refused with the user's line and the remedy.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.casting import check_tree, is_array
-from polyamp.backends.jax.graphs import binding, control_flow, derivatives
-from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, is_inexact
-from polyamp.backends.jax.graphs.interpreter import HANDLERS, Interpreter
-from polyamp.backends.jax.graphs.refusals import refusals
-from polyamp.backends.jax.graphs.values import Values
+from polyamp.backends.jax.graphs.cells import is_inexact
 from polyamp.backends.jax.modules import arrays_of_modules
-from polyamp.flow import INPUT, WEAK
+from polyamp.errors import UsageError
 
 
 class Program:
@@ -29,7 +30,7 @@ class Program:
         leaves, tree = jax.tree.flatten((args, kwargs))
         self.parameters = arrays_of_modules(fn)
         self._is_array = [is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves]
-        self._are_parameters = [flag for flag, is_one in zip(parameters, self._is_array, strict=True) if is_one]
+        self.are_parameters = [flag for flag, is_one in zip(parameters, self._is_array, strict=True) if is_one]
         self.arrays = [leaf for leaf, is_one in zip(leaves, self._is_array, strict=True) if is_one]
         self._results: list[Any] = []
 
@@ -43,20 +44,8 @@ class Program:
             self._results = [None if is_array(leaf) else leaf for leaf in results]
             return [leaf for leaf in results if is_array(leaf)]
 
-        with refusals():
+        with _refusals():
             self.closed = jax.make_jaxpr(of_arrays)(*self.arrays)
-
-    def run(self, interpreter: Interpreter, arrays: Sequence[Any]) -> list[Any]:
-        """Return the arrays of the results in their declared dtypes."""
-        jaxpr, _ = unstable.opened(self.closed)
-        if interpreter.plan is None:
-            interpreter.repeats.count(self.closed)
-        interpreter.values = Values(self.closed, interpreter.repeats.is_repeated, self._are_parameters)
-        interpreter.parameters |= self.parameters
-        given = zip(arrays, jaxpr.invars, self._are_parameters, strict=True)
-        cells = [Cell.of(array, unstable.dtype_in(var), WEAK if own else INPUT) for array, var, own in given]
-        outputs = interpreter.run(self.closed, cells, "")
-        return [_as_traced(cell, variable) for cell, variable in zip(outputs, jaxpr.outvars, strict=True)]
 
     def as_traced(self, arrays: Sequence[Any]) -> list[Any]:
         """Run the function as written, without the policy, and return the arrays of its results."""
@@ -86,15 +75,62 @@ class Program:
         return sum(int(leaf.size) * int(leaf.dtype.itemsize) for leaf in residuals)
 
 
-def _as_traced(cell: Cell, variable: Any) -> Any:
-    """Return an output with its traced dtype, which may be a weak type."""
-    is_rounded = cell.value.role == "saturated" and cell.declared == FLOAT32  # its user may take a logarithm
-    array = binding.compute_again(cell) if is_rounded else cell.restored()
-    weak = getattr(variable.aval, "weak_type", False)
-    if unstable.dtype_in(variable) is None:
-        return array
-    array = jnp.asarray(array)
-    return unstable.converted(array, cell.declared, weak_type=weak) if array.aval.weak_type != weak else array
+_BRANCHES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Replace errors of JAX and flax during tracing by errors that name the remedy."""
+    try:
+        yield
+    except _BRANCHES as error:
+        raise UsageError(
+            "the function reads the value of a traced array",
+            where=_user_line(error),
+            found=str(error).partition("\n")[0],
+            allowed="control flow by jax.lax.cond, jax.lax.while_loop or jnp.where; arguments that are not arrays",
+            fix="rewrite that line with one of these, or pass the value that it reads as a Python number",
+        ) from error
+    except Exception as error:
+        if type(error).__name__ != "TraceContextError":  # of flax.errors, which is not imported just for this test
+            raise
+        raise UsageError(
+            "the function changes an NNX module that is not among its arguments",
+            where=_user_line(error),
+            found=str(error).partition("\n")[0],
+            allowed="modules among the arguments of the function",
+            fix="pass the module as an argument: autocast(lambda model, x: model(x), policy)(model, x)",
+        ) from error
+
+
+def _user_line(error: BaseException) -> str:
+    """Return the innermost line of the traceback outside libraries: not polyamp, JAX or a package such as flax."""
+    frame, found = error.__traceback__, ""
+    while frame is not None:
+        if _is_users(frame.tb_frame):
+            found = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno} ({frame.tb_frame.f_code.co_name})"
+        frame = frame.tb_next
+    return found or "the traced function"
+
+
+def users_level() -> int:
+    """Return the ``stacklevel`` that makes `warn_once`, called by the calling function, point at the user's line."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and not _is_users(frame):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_users(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
+
+
+_LIBRARIES = {"polyamp", "jax", "flax", "equinox", "haiku", "optax", "contextlib", "functools"}
 
 
 _PASSING = ("reshape", "squeeze", "broadcast_in_dim", "abs", "neg", "stop_gradient", "convert_element_type", "name")
@@ -160,19 +196,3 @@ def _walk_inner(part: Any, holder: Equation, made: dict[Any, Any]) -> Iterator[E
     if len(jaxpr.outvars) == len(holder.own.outvars):
         results = zip(holder.own.outvars, jaxpr.outvars, strict=True)
         made.update({outer: taken.get(inner) for outer, inner in results if unstable.is_variable(inner)})
-
-
-HANDLERS.update(
-    {
-        "jit": control_flow.jit,
-        "closed_call": control_flow.in_place("call_jaxpr"),
-        "remat_opt": control_flow.in_place("fwd_jaxpr"),
-        "remat2": control_flow.remat,
-        "shard_map": control_flow.shard_map,
-        "scan": control_flow.scan,
-        "while": control_flow.while_loop,
-        "cond": control_flow.cond,
-        "custom_jvp_call": derivatives.custom_jvp,
-        "custom_vjp_call": derivatives.custom_vjp,
-    }
-)

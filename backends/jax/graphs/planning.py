@@ -1,4 +1,4 @@
-"""The autocast regions of a function, for plans that show them as they run.
+"""Builds plans: the operations of one run, and the autocast regions of a function, shown as they run.
 
 A training step calls `value_and_grad`, so its program has 16-bit operations already, and nothing in it tells why. So
 while `polyamp.explain` traces a function, every autocast in it records its own operations. It also runs in a named
@@ -8,19 +8,19 @@ scope, so that its equations can be found: those of the first region are in the 
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.graphs.cells import FLOAT32, is_inexact
-from polyamp.backends.jax.graphs.decisions import PlanBuilder, bytes_of
-from polyamp.backends.jax.graphs.interpreter import Interpreter
-from polyamp.backends.jax.graphs.program import Equation, Program, walk
+from polyamp.backends.jax.graphs.capture import Equation, walk
+from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, is_inexact
+from polyamp.backends.jax.graphs.decisions import Decided
 from polyamp.backends.jax.operations import canonical
 from polyamp.flow import AS_WRITTEN, decide
 from polyamp.formats import FORMATS
@@ -29,6 +29,75 @@ from polyamp.policies import Policy
 
 _MARK = re.compile(r"(?:^|/)polyamp_region_(\d+)")
 OUTSIDE, DERIVED = "outside of autocast", "as its forward pass"
+
+
+class PlanBuilder:
+    """The operations of one run, in their order."""
+
+    # JAX may trace the body of a loop or a rule more than once. The operations of an earlier trace are then dropped.
+
+    def __init__(self, regions: Regions | None = None) -> None:
+        self.operations: list[PlannedOperation] = []
+        self._times = 1
+        self._regions = regions
+        self._begins: dict[int, int] = {}  # for a region, the index of its first operation
+
+    @contextmanager
+    def repeated(self, mark: int, times: int = 1) -> Iterator[None]:
+        """Add the operations of a body that runs ``times`` times; ``mark`` is the number of operations before it."""
+        del self.operations[mark:]
+        self._begins = {region: begin for region, begin in self._begins.items() if begin < mark}
+        before, self._times = self._times, self._times * times
+        try:
+            yield
+        finally:
+            self._times = before
+
+    def add(self, equation: Any, path: str, decided: Decided, cells: Sequence[Cell]) -> None:
+        """Add one operation. Call it before the inputs are cast."""
+        region = self._regions.index_at(path) if self._regions else None
+        if self._regions and region is not None:
+            if region not in self._begins:
+                self._begins[region] = len(self.operations)
+                held = self._regions.found[region].operations
+                self.operations += [op._replace(times=op.times * self._times) for op in held]
+            return
+        as_written, computes_in = decided.outcome.format == AS_WRITTEN, FLOAT32 if decided.is_wide else decided.dtype
+        wanted = [cell.declared if as_written or not cell.inexact else computes_in for cell in cells]
+        cast = [(cell.array, cell.dtype, to) for cell, to in zip(cells, wanted, strict=True) if cell.dtype != to]
+        outputs = [variable.aval for variable in equation.outvars]
+        read = sum(_bytes(cell.array, to) for cell, to in zip(cells, wanted, strict=True))
+        written = sum(
+            _bytes(aval, decided.dtype if not as_written and getattr(aval, "dtype", None) == FLOAT32 else None)
+            for aval in outputs
+        )
+        bytes_cast = sum(_bytes(array, before) for array, before, _ in cast)
+        self.operations.append(
+            PlannedOperation(
+                decided.name,
+                equation.primitive.name,
+                f"{unstable.without_island(path)} {unstable.source_line(equation)}".strip(),
+                decided.decision.op_class,
+                decided.outcome.format,
+                decided.outcome.reason,
+                times=self._times,
+                casts=len(cast),
+                bytes_cast=bytes_cast,
+                bytes_moved=read + written + bytes_cast + sum(_bytes(array, to) for array, _, to in cast),
+                bytes_moved_float32=sum(_bytes(cell.array, cell.declared) for cell in cells)
+                + sum(map(_bytes, outputs)),
+            )
+        )
+
+
+def _bytes(array: Any, dtype: Any = None) -> int:
+    """Return the size of an array in a dtype, by default its own; 0 if it has no dtype, or no known shape."""
+    dtype = getattr(array, "dtype", None) if dtype is None else dtype
+    shape = getattr(array, "shape", None)
+    if dtype is None or shape is None or not all(isinstance(length, int) for length in shape):
+        return 0
+    size: int = math.prod(shape) * dtype.itemsize
+    return size
 
 
 class Region(NamedTuple):
@@ -48,20 +117,10 @@ class Regions:
         self.left_out = left_out  # whether autocast must not change anything
         self.found: list[Region] = []
 
-    def run(self, policy: Policy, program: Program) -> list[Any]:
-        """Run a program as a new region; return its results."""
-        plan = PlanBuilder(self.at)
-        interpreter = Interpreter(policy, plan)
-        saved = program.bytes_saved(lambda arrays: program.run(Interpreter(policy), arrays))
-        full = program.bytes_saved(program.as_traced)
-        self.found.append(Region(policy, plan.operations, interpreter.decider, (saved, full)))
-        with jax.named_scope(f"polyamp_region_{len(self.found) - 1}"):
-            return program.run(interpreter, program.arrays)
-
-    def at(self, path: str) -> tuple[int, list[PlannedOperation]] | None:
-        """Return the number and the operations of the outermost region in a path; None outside of all regions."""
-        index = self.index_at(path)
-        return None if index is None else (index, self.found[index].operations)
+    def add(self, region: Region) -> AbstractContextManager[None]:
+        """Add a region; return the context that its operations are bound in."""
+        self.found.append(region)
+        return jax.named_scope(f"polyamp_region_{len(self.found) - 1}")
 
     def index_at(self, path: str) -> int | None:
         """Return the number of the outermost region in a path; None outside of all regions."""
@@ -132,8 +191,8 @@ def _as_it_is(equation: Equation, in_region: bool) -> PlannedOperation:
         _format(written) if computes else AS_WRITTEN,
         DERIVED if computes else decision.reason if in_region else OUTSIDE,
         times=equation.times,
-        bytes_moved=sum(map(bytes_of, avals)),
-        bytes_moved_float32=sum(_bytes_widened(aval) if in_region else bytes_of(aval) for aval in avals),
+        bytes_moved=sum(map(_bytes, avals)),
+        bytes_moved_float32=sum(_bytes_widened(aval) if in_region else _bytes(aval) for aval in avals),
     )
 
 
@@ -145,7 +204,7 @@ def _format(avals: Sequence[Any]) -> str:
 def _bytes_widened(aval: Any) -> int:
     """Return the size of an array, in float32 if it has 16 bits."""
     dtype = getattr(aval, "dtype", None)
-    return bytes_of(aval, FLOAT32 if dtype is not None and is_inexact(dtype) and dtype.itemsize <= 2 else None)
+    return _bytes(aval, FLOAT32 if dtype is not None and is_inexact(dtype) and dtype.itemsize <= 2 else None)
 
 
 def _total(sizes: Sequence[int | None]) -> int | None:

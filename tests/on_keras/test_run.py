@@ -17,7 +17,7 @@ from polyamp.backends.keras import LossScaledOptimizer
 from polyamp.backends.keras.run import begin
 from polyamp.run import Session
 
-reason = "refused there: see on_jax/test_run.py"
+reason = "refused there: see test_jax.py"
 pytestmark = pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason=reason)
 
 RANDOM = np.random.default_rng(0)

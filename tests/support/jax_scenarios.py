@@ -90,16 +90,28 @@ def formats(fn: Callable[..., Any], *args: Any, of: tuple[str, ...] = PRECISE, w
     return set[str]().union(*(op.floats for op in only(trace(fn, *args), *of, within=within)))
 
 
-def assert_mixed(mixed: Callable[..., Any], plain: Callable[..., Any], *args: Any, policy: str, outside: bool) -> None:
-    """Assert as many products as in the plain program, all of them low, and exponentials and powers in float32.
+class Reference:
+    """What a function does without autocast: its results and the number of its products, computed once."""
 
-    Sums are in float32 too if autocast is outside the derivative, and sees the operations that JAX makes for it.
-    """
-    ran, products = trace(mixed, *args), dots(plain, *args)
-    assert products
-    assert [op.floats for op in only(ran, *PRODUCTS)] == [{low(policy)}] * len(products)
-    precise = only(ran, *(PRECISE + PRECISE_AS_WRITTEN if outside else PRECISE))
-    assert set[str]().union(*(op.floats for op in precise)) <= {"float32"}
+    def __init__(self, fn: Callable[..., Any], *args: Any) -> None:
+        self.fn, self.args = fn, args
+        traced = jax.jit(fn).trace(*args)
+        self.products, self.results = len(only(walk(traced.jaxpr), *PRODUCTS)), traced.lower().compile()(*args)
+
+    def check(self, mixed: Callable[..., Any], policy: str, *, outside: bool | None, factor: float = 1.0) -> None:
+        """Assert as many products, all of them low, exponentials and powers in float32, and results that are close.
+
+        If autocast is outside the derivative, it sees the operations that JAX makes for it: then sums are in float32
+        too. Under None only the products are looked at.
+        """
+        traced = jax.jit(lambda *own: mixed(*own)).trace(*self.args)
+        ran = list(walk(traced.jaxpr))
+        assert self.products
+        assert [op.floats for op in only(ran, *PRODUCTS)] == [{low(policy)}] * self.products
+        if outside is not None:
+            precise = only(ran, *(PRECISE + PRECISE_AS_WRITTEN if outside else PRECISE))
+            assert set[str]().union(*(op.floats for op in precise)) <= {"float32"}
+        assert_close(traced.lower().compile()(*self.args), self.results, policy, factor)
 
 
 def assert_close(ours: Any, theirs: Any, policy: str, factor: float = 1.0) -> None:

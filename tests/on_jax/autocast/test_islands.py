@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import polyamp
+from support.jax_scenarios import quickly_compiled as quickly_compiled
 
 W, X = jax.random.normal(jax.random.key(0), (8, 8)) / 3, jax.random.normal(jax.random.key(1), (4, 8))
 

@@ -13,14 +13,7 @@ from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
 import polyamp
-from support.jax_scenarios import (
-    MLP,
-    X,
-    assert_close,
-    dots,
-    mlp,
-    normal,
-)
+from support.jax_scenarios import MLP, X, assert_close, dots, mlp, normal
 from support.jax_scenarios import quickly_compiled as quickly_compiled
 
 BF16 = "mixed_bfloat16"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import polyamp
+from support.jax_scenarios import quickly_compiled as quickly_compiled
 
 pytestmark = pytest.mark.slow
 

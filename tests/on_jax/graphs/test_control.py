@@ -12,14 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import polyamp
-from support.jax_scenarios import (
-    MODES,
-    assert_close,
-    assert_mixed,
-    dots,
-    normal,
-    residuals,
-)
+from support.jax_scenarios import MODES, Reference, assert_close, dots, normal, residuals
 from support.jax_scenarios import quickly_compiled as quickly_compiled
 
 pytestmark = pytest.mark.slow
@@ -147,11 +140,9 @@ BOTH = ("nested scans", "cond in scan", "remat names")  # of the others, one ord
     [(name, *mode) for place, name in enumerate(PROGRAMS) for mode in (MODES if name in BOTH else [MODES[place % 2]])],
 )
 def test_control_flow_and_its_gradient(name: str, inside: bool, policy: str) -> None:
-    plain = jax.value_and_grad(PROGRAMS[name], argnums=(0, 1))
+    plain = Reference(jax.value_and_grad(PROGRAMS[name], argnums=(0, 1)), W, X)
     inner = jax.value_and_grad(polyamp.autocast(PROGRAMS[name], policy), argnums=(0, 1))
-    mixed = inner if inside else polyamp.autocast(plain, policy)
-    assert_mixed(mixed, plain, W, X, policy=policy, outside=not inside)
-    assert_close(jax.jit(mixed)(W, X), jax.jit(plain)(W, X), policy, factor=1.5)
+    plain.check(inner if inside else polyamp.autocast(plain.fn, policy), policy, outside=not inside, factor=1.5)
 
 
 @pytest.mark.parametrize("name", ["scan of layers", "cond in scan", "remat names", "fori"])

@@ -11,6 +11,7 @@ import pytest
 
 import polyamp
 import polyamp.backends.jax as amp
+from support.jax_scenarios import quickly_compiled as quickly_compiled
 
 pytestmark = pytest.mark.slow
 

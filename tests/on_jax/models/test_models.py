@@ -14,6 +14,8 @@ import optax
 import pytest
 
 import polyamp
+from support.jax_scenarios import dots
+from support.jax_scenarios import quickly_compiled as quickly_compiled
 
 sys.path.append(str(Path(__file__).parents[3] / "examples"))
 
@@ -73,7 +75,7 @@ def test_the_big_lstm_has_the_published_number_of_parameters() -> None:
     assert sum(np.prod(shape) for shape in sizes.shapes(sizes.PUBLISHED).values()) == pytest.approx(1.8e9, rel=0.02)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES[1:])
 def test_a_short_training_learns(policy: str) -> None:
     found = classify(SHORT, images(size=16), polyamp.policy(policy), seed=0, size=64, steps=60)
     assert found["accuracy"] > 0.5
@@ -87,16 +89,14 @@ def test_products_and_convolutions_run_in_16_bits(name: str) -> None:
     def outputs_of(variables: Any, *inputs: Any) -> Any:
         return model.apply(variables, *inputs, train=False)
 
-    plan = polyamp.explain(outputs_of, variables_of(model, inputs), *inputs, policy="mixed_bfloat16")
-    formats = {each["format"] for each in plan.as_dict()["operations"] if each["name"] in ("matmul", "conv")}
-    assert formats == {"bfloat16"}
+    mixed = polyamp.autocast(outputs_of, "mixed_bfloat16")
+    assert set().union(*dots(mixed, variables_of(model, inputs), *inputs)) == {"bfloat16"}
 
 
 def test_products_of_the_big_lstm_run_in_16_bits() -> None:
     params, words = big_lstm.initial(seed=0), sizes.batches(seed=0, steps=1)[0, 0]
-    plan = polyamp.explain(big_lstm.sum_of_losses, params, words, policy="mixed_float16")
-    formats = {each["format"] for each in plan.as_dict()["operations"] if each["name"] == "matmul"}
-    assert formats == {"float16"}
+    mixed = polyamp.autocast(big_lstm.sum_of_losses, "mixed_float16")
+    assert set().union(*dots(mixed, params, words)) == {"float16"}
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 
 import polyamp
 from polyamp.backends.jax import apply_gradients, check_limits
+from support.jax_scenarios import quickly_compiled as quickly_compiled
 
 pytestmark = pytest.mark.slow
 

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import polyamp
+from support.jax_scenarios import quickly_compiled as quickly_compiled
 
 POLICY = polyamp.policy("mixed_float16", loss_scale=polyamp.LossScale(init=2.0**4))
 

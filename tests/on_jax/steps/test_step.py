@@ -20,13 +20,10 @@ from support.jax_cases import FLOAT16, bits
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:autocast to .* changed nothing")
-@pytest.mark.parametrize("limit", [None, 1.0])
 @pytest.mark.parametrize("policy", ["float32", FLOAT16], ids=["float32", "float16"])
-def test_the_compiled_step_grows_with_the_parameters_and_not_with_their_square(
-    policy: Any, limit: float | None
-) -> None:
+def test_the_compiled_step_grows_with_the_parameters_and_not_with_their_square(policy: Any) -> None:
     """XLA copied the flags and the norm of all gradients into the kernel of every parameter: 130 s for 200 of them."""
-    tx = polyamp.wrap_optimizer(optax.adam(0.1), policy, max_grad_norm=limit)
+    tx = polyamp.wrap_optimizer(optax.adam(0.1), policy, max_grad_norm=1.0)
 
     def loss_fn(params: Any) -> jax.Array:
         return sum(jnp.square(param - 1).sum() for param in params)  # such a sum is copied as well

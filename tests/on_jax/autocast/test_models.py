@@ -58,8 +58,7 @@ class Transformer(linen.Module):
             rolled = linen.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
             x, _ = rolled()(x, None)
         else:
-            for _ in range(2):
-                x, _ = block()(x)
+            x, _ = block()(x)
         return embed.attend(linen.LayerNorm()(x))  # the embedding once more: shared weights
 
 

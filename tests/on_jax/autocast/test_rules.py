@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -135,6 +136,15 @@ class Model(linen.Module):
         return jnp.square(self.decoder(self.encoder(x))).mean()
 
 
+@functools.cache
+def encoder_and_decoder() -> tuple[Callable[..., Any], Any, Any]:
+    """Return a loss, its parameters and their gradients."""
+    model = Model()
+    params = jax.jit(model.init)(jax.random.key(0), X)
+    loss = lambda params: model.apply(params, X)  # noqa: E731
+    return loss, params, jax.jit(jax.grad(loss))(params)
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
 @pytest.mark.parametrize(
     ("pattern", "kept"),
@@ -142,13 +152,11 @@ class Model(linen.Module):
 )
 def test_rules_by_module_path(pattern: str, kept: int, inside: bool) -> None:
     """One instance of a class at a time; haiku's policies are for classes only."""
-    model = Model()
-    params = model.init(jax.random.key(0), X)
+    loss, params, plain = encoder_and_decoder()
     policy = polyamp.policy(BF16, rules={pattern: "full"} if kept else {"decoder": "lower"})
-    loss = lambda p: model.apply(p, X)  # noqa: E731
     grads = jax.grad(polyamp.autocast(loss, policy)) if inside else polyamp.autocast(jax.grad(loss), policy)
     assert dots(grads, params).count(FULL) == kept
-    assert_close(jax.jit(grads)(params), jax.jit(jax.grad(loss))(params), BF16)
+    assert_close(jax.jit(grads)(params), plain, BF16)
 
 
 @pytest.mark.parametrize("rule", ["soft_max", "decoder/norm", "Head"])

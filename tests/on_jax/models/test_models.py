@@ -75,9 +75,8 @@ def test_the_big_lstm_has_the_published_number_of_parameters() -> None:
     assert sum(np.prod(shape) for shape in sizes.shapes(sizes.PUBLISHED).values()) == pytest.approx(1.8e9, rel=0.02)
 
 
-@pytest.mark.parametrize("policy", POLICIES[1:])
-def test_a_short_training_learns(policy: str) -> None:
-    found = classify(SHORT, images(size=16), polyamp.policy(policy), seed=0, size=64, steps=60)
+def test_a_short_training_learns() -> None:
+    found = classify(SHORT, images(size=16), polyamp.policy("mixed_float16"), seed=0, size=64, steps=60)
     assert found["accuracy"] > 0.5
     assert found["loss"] < 1.5
 

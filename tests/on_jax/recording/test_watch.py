@@ -35,29 +35,18 @@ def step(params: Any, opt_state: Any, x: Any) -> Any:
 HOLDERS = {"optimizer": lambda: TX, "state": lambda: TX.init(PARAMS), "none": lambda: None}
 
 
-@pytest.mark.parametrize(("holder", "compiled"), [("optimizer", True), ("state", False), ("none", True)])
-def test_it_follows_the_state_among_the_arguments(holder: str, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("holder", "shown", "compiled"),
+    [("optimizer", True, True), ("state", True, False), ("none", True, True), *((one, False, True) for one in HOLDERS)],
+)
+def test_it_follows_the_state_among_the_arguments_or_in_the_result(holder: str, shown: bool, compiled: bool) -> None:
     verdicts: list[Any] = []
-    plain = jax.jit(step) if compiled else step
-    watched = polyamp.watch(plain, HOLDERS[holder](), after=2, on_verdict=verdicts.append, policy=POLICY)
-    params, opt_state = PARAMS, TX.init(PARAMS)
+    held, plain = [PARAMS, TX.init(PARAMS)], jax.jit(step) if compiled else step
+    fn = plain if shown else lambda x: plain(*held, x)
+    watched = polyamp.watch(fn, HOLDERS[holder](), after=2, on_verdict=verdicts.append, policy=POLICY)
     with nullcontext() if compiled else pytest.warns(polyamp.PolyampWarning, match="not finite before scaling"):
         for _ in range(6):
-            params, opt_state, _ = watched(params, opt_state, BATCH)
-    assert opt_state.last_step.skipped_in_a_row == 6
-    assert [verdict.kind for verdict in verdicts] == ["forward"]
-
-
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_a_state_that_only_the_result_shows_is_followed_there(holder: str) -> None:
-    verdicts: list[Any] = []
-    held = [PARAMS, TX.init(PARAMS)]
-    compiled = jax.jit(step)
-    watched = polyamp.watch(
-        lambda x: compiled(*held, x), HOLDERS[holder](), after=2, on_verdict=verdicts.append, policy=POLICY
-    )
-    for _ in range(6):
-        held = list(watched(BATCH)[:2])
+            held[:] = watched(*(held if shown else ()), BATCH)[:2]
     assert held[1].last_step.skipped_in_a_row == 6
     assert [verdict.kind for verdict in verdicts] == ["forward"]
 

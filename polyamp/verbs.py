@@ -199,7 +199,8 @@ def convert(model: Object, policy: Policy | str | None = None, *, backend: str |
         UnsupportedError: the framework's models store no precision (JAX: cast the parameters instead).
     """
     adapter = adapter_for(backend, model, where="convert(model)")
-    return verb_of(adapter, "convert")(model, make_policy(policy))
+    converted: Object = verb_of(adapter, "convert")(model, make_policy(policy))
+    return converted
 
 
 def scale_loss(loss: Object, holder: Any) -> Object:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import optax
 
     from polyamp.backends.keras.optimizer import LossScaledOptimizer as KerasOptimizer
-    from polyamp.backends.tensorflow.steps.optimizer import LossScaledOptimizer as TensorFlowOptimizer
+    from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer as TensorFlowOptimizer
     from polyamp.backends.torch.optimizer import LossScaledOptimizer as TorchOptimizer
 
 Object = TypeVar("Object")

@@ -29,8 +29,8 @@ CASTABLE = ("float32", *SIXTEEN_BIT)
 if BACKEND == "tensorflow":
     import tensorflow as tf
 
+    from polyamp.backends.tensorflow import provenance, skipping
     from polyamp.backends.tensorflow.autocast.context import is_lowering
-    from polyamp.backends.tensorflow.steps import provenance, skipping
     from polyamp.backends.tensorflow.unstable import is_recording as tape_records
 elif BACKEND == "jax":
     import jax

@@ -24,8 +24,8 @@ from polyamp.backends.tensorflow.graph_rewrite import (
     enable_mixed_precision_graph_rewrite,
 )
 from polyamp.backends.tensorflow.graphs.rewrite import Rewritten
-from polyamp.backends.tensorflow.steps.optimizer import LossScaledOptimizer
-from polyamp.backends.tensorflow.steps.scaler import LossScaler
+from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer
+from polyamp.backends.tensorflow.scaler import LossScaler
 
 explain = functools.partial(rewriting.explain, backend="tensorflow")
 rewrite = functools.partial(rewriting.rewrite, backend="tensorflow")

@@ -8,7 +8,7 @@ from polyamp.backends.tensorflow.casting import cast
 from polyamp.backends.tensorflow.devices import describe
 from polyamp.backends.tensorflow.graphs.rewrite import explain, rewrite
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.backends.tensorflow.steps.optimizer import (
+from polyamp.backends.tensorflow.optimizer import (
     load_loss_scale,
     loss_scale_of,
     scale_loss,

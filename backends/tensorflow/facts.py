@@ -15,9 +15,9 @@ from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.functions import decided_for
 from polyamp.backends.tensorflow.graphs.graph import Graph, Node, Places, closure
 from polyamp.backends.tensorflow.graphs.parts import is_gradient
+from polyamp.backends.tensorflow.provenance import collected
 from polyamp.backends.tensorflow.recording.values import name_of, plain_function
-from polyamp.backends.tensorflow.steps.provenance import collected
-from polyamp.backends.tensorflow.steps.scaler import SCALES, LossScaler
+from polyamp.backends.tensorflow.scaler import SCALES, LossScaler
 from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.policies import Policy
 

@@ -1,4 +1,4 @@
-"""``fit`` of a model with the wrapped optimizer over replicas, in processes of on_tensorflow/steps/test_replicas.py."""
+"""``fit`` of a model with the wrapped optimizer over replicas, in processes of on_tensorflow/test_replicas.py."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.once, pytest.mark.slow]
 ROOT = Path(polyamp.__file__).parents[1]
 FRAMEWORKS = {"torch", "optax", "keras", "tensorflow"}
 TORCH, KERAS, TENSORFLOW = (
-    f"polyamp.backends.{room}.optimizer.LossScaledOptimizer" for room in ("torch", "keras", "tensorflow.steps")
+    f"polyamp.backends.{room}.optimizer.LossScaledOptimizer" for room in ("torch", "keras", "tensorflow")
 )
 OPTAX = "optax._src.base.GradientTransformationExtraArgs"
 

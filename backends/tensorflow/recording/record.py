@@ -12,7 +12,7 @@ from polyamp.backends.tensorflow.graphs.capture import check_format, check_funct
 from polyamp.backends.tensorflow.graphs.functions import decided_for
 from polyamp.backends.tensorflow.recording.replay import Replay
 from polyamp.backends.tensorflow.recording.values import recorded, traced
-from polyamp.backends.tensorflow.steps.scaler import SCALES
+from polyamp.backends.tensorflow.scaler import SCALES
 from polyamp.backends.tensorflow.unstable import flat_inputs
 from polyamp.diagnosis.recording import Observation, Recording
 from polyamp.policies import Policy

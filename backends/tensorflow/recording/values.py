@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from polyamp.backends.tensorflow import unstable
+from polyamp.backends.tensorflow.gradients import SIXTEEN_BIT
 from polyamp.backends.tensorflow.graphs.capture import concrete_of, walking
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32
 from polyamp.backends.tensorflow.recording.dependence import Dependence
-from polyamp.backends.tensorflow.steps.gradients import SIXTEEN_BIT
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind
 from polyamp.errors import no_loss
 from polyamp.operations import OPERATIONS as TABLE

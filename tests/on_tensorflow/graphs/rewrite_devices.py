@@ -1,4 +1,4 @@
-"""`polyamp.rewrite` of steps with replicas; steps/test_replicas.py runs this file in a process with two CPUs."""
+"""`polyamp.rewrite` of steps with replicas; test_replicas.py runs this file in a process with two CPUs."""
 
 from __future__ import annotations
 

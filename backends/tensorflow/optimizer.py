@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.steps.scaler import LossScaler
-from polyamp.backends.tensorflow.steps.skipping import places
+from polyamp.backends.tensorflow.scaler import LossScaler
+from polyamp.backends.tensorflow.skipping import places
 from polyamp.errors import no_loss_scale, no_method, no_optimizer, wrapped_already
 from polyamp.policies import Policy
 from polyamp.scale import StepResult

@@ -15,8 +15,8 @@ from polyamp.backends.tensorflow import LossScaler
 from support.own_process import run_tests, run_together, tensorflow_workers
 
 HERE = Path(__file__).parent
-STEPS = (HERE / "replicas.py", HERE.parents[1] / "on_keras" / "replicas.py")
-REWRITTEN = HERE.parent / "graphs" / "rewrite_devices.py"
+STEPS = (HERE / "replicas.py", HERE.parent / "on_keras" / "replicas.py")
+REWRITTEN = HERE / "graphs" / "rewrite_devices.py"
 SUITES = "tensorflow,keras"
 MATTER = "(anywhere or applied) and (True or function) or norm or saved or outside or several_processes"
 """What two processes test; eager steps are slow there."""

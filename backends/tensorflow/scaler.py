@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.steps.gradients import (
+from polyamp.backends.tensorflow.gradients import (
     SIXTEEN_BIT,
     MasterWeights,
     all_finite,
@@ -15,8 +15,8 @@ from polyamp.backends.tensorflow.steps.gradients import (
     divided,
     excess,
 )
-from polyamp.backends.tensorflow.steps.provenance import is_scaled
-from polyamp.backends.tensorflow.steps.skipping import (
+from polyamp.backends.tensorflow.provenance import is_scaled
+from polyamp.backends.tensorflow.skipping import (
     after,
     all_replicas,
     apply_gradients,

@@ -1,1 +1,0 @@
-"""One step of a wrapped optimizer: scale, test, unscale, clip, update or skip."""

@@ -77,9 +77,11 @@ def _contents(obj: Any) -> Iterable[object]:
     if isinstance(obj, list | tuple | set | frozenset | deque | UserList):
         return tuple(obj)
     fields: Any = getattr(type(obj), "__dataclass_fields__", ()) or getattr(type(obj), "__attrs_attrs__", ())
+    if not fields and not isinstance(obj, SimpleNamespace):
+        return ()
     names = [field if isinstance(field, str) else field.name for field in fields]
     held = {**getattr(obj, "__dict__", {}), **{name: getattr(obj, name, None) for name in names}}
-    return tuple(held.values()) if names or isinstance(obj, SimpleNamespace) else ()
+    return tuple(held.values())
 
 
 def named_in(fn: object) -> Iterator[object]:

@@ -1,12 +1,15 @@
-"""TensorFlow's devices: what each computes fast, and a warning at first use if one is slow in a policy's format."""
+"""TensorFlow's devices: what each computes fast, which types its kernels have, and a warning where one is slow."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
 
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node
+from polyamp.backends.tensorflow.unstable import registered_kernels
 from polyamp.formats import cpu_flags, fast_on_cpu, fast_on_gpu, report_slow_format, why_not_fast
 
 _CONVOLUTIONS = "its bfloat16 convolutions were measured to take up to 14 times float32's time on such a CPU"
@@ -45,3 +48,53 @@ def _gpu(gpu: Any) -> dict[str, Any]:
         "capability": ".".join(map(str, capability)),
         "fast": fast_on_gpu(kind, capability),
     }
+
+
+_ADDING_IN_16_BITS = {  # on CPUs; other operations add in float32 inside
+    "AvgPool": ("bfloat16", "float16"),
+    "AvgPool3D": ("bfloat16", "float16"),
+    "BiasAddGrad": ("bfloat16",),
+}
+
+
+@functools.cache
+def default_device() -> str:
+    """Return the type of device on which TensorFlow places an operation that names no device."""
+    return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+
+
+def device_of(node: Node) -> str:
+    """Return the type of device on which a node runs."""
+    return tf.DeviceSpec.from_string(node.definition.device).device_type or default_device()
+
+
+def lowerable(node: Node, dtype: int) -> tuple[str, ...]:
+    """Return the largest set of a node's float32 type attributes for which a kernel of another type exists."""
+    types = tuple(
+        sorted({(port.attribute, port.dtype) for port in [*node.input_ports, *node.output_ports] if port.attribute})
+    )
+    return lowerable_types(node.op, device_of(node), types, dtype)
+
+
+@functools.cache
+def lowerable_types(op: str, device: str, types: tuple[tuple[str, int], ...], dtype: int) -> tuple[str, ...]:
+    """Return the largest set of these type attributes of an operation that may change from float32 to another type."""
+    if device not in {kernel.device_type for kernel in registered_kernels(op)}:
+        device = "CPU"  # TensorFlow places it there
+    if device == "CPU" and tf.as_dtype(dtype).name in _ADDING_IN_16_BITS.get(op, ()):
+        return ()
+    floating = [name for name, now in types if now == FLOAT32]
+    alternatives = [tuple(floating), *((name,) for name in floating)]
+    return next((names for names in alternatives if names and _has_kernel(op, device, types, names, dtype)), ())
+
+
+def _has_kernel(op: str, device: str, types: Iterable[tuple[str, int]], names: Iterable[str], dtype: int) -> bool:
+    wanted = {**dict(types), **dict.fromkeys(names, dtype)}
+    return any(
+        kernel.device_type in (device, "DEFAULT")
+        and all(
+            wanted.get(constraint.name, 0) in (0, *constraint.allowed_values.list.type)
+            for constraint in kernel.constraint
+        )
+        for kernel in registered_kernels(op)
+    )

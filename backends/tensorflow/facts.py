@@ -12,9 +12,8 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.capture import concrete_of, walking
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
-from polyamp.backends.tensorflow.graphs.functions import decided_for
-from polyamp.backends.tensorflow.graphs.graph import Graph, Node, Places, closure
-from polyamp.backends.tensorflow.graphs.parts import is_gradient
+from polyamp.backends.tensorflow.graphs.graph import Graph, Node, Places, closure, is_gradient
+from polyamp.backends.tensorflow.graphs.program import decided_for
 from polyamp.backends.tensorflow.provenance import collected
 from polyamp.backends.tensorflow.recording.values import name_of, plain_function
 from polyamp.backends.tensorflow.scaler import SCALES, LossScaler

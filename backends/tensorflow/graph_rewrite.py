@@ -17,7 +17,8 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.autocast.context import autocast_everywhere
 from polyamp.backends.tensorflow.autocast.lowering import everywhere
-from polyamp.backends.tensorflow.graphs.graph import UPDATE_SCOPE, Node, lowerable
+from polyamp.backends.tensorflow.devices import lowerable
+from polyamp.backends.tensorflow.graphs.graph import UPDATE_SCOPE, Node
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import is_in_control_flow, replace_input
 from polyamp.errors import InvalidTypeError, is_number, shown, warn_once

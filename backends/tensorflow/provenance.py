@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.gradients import values_of
-from polyamp.backends.tensorflow.graphs.graph import Places, closure
-from polyamp.backends.tensorflow.graphs.parts import is_gradient
+from polyamp.backends.tensorflow.graphs.graph import Places, closure, is_gradient
 from polyamp.errors import unscaled_loss, warn_once
 from polyamp.regions import is_rewritten
 

@@ -21,8 +21,8 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.backends.tensorflow import unstable
-from polyamp.backends.tensorflow.devices import report_slow
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, UPDATE_SCOPE, Node, NodeDef, default_device, lowerable
+from polyamp.backends.tensorflow.devices import default_device, lowerable_types, report_slow
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, UPDATE_SCOPE
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import Parameter
 from polyamp.flow import Rule, decide
@@ -97,7 +97,7 @@ class Lowering:
         if FLOAT32 not in types.values():
             return ()
         device = _device_type(unstable.current_device())
-        found = _lowerable(operation.native, device, tuple(types.items()), self.dtype.as_datatype_enum)
+        found = lowerable_types(operation.native, device, tuple(sorted(types.items())), self.dtype.as_datatype_enum)
         if not found:
             self._kept[operation.native] = f"there is no {self.compute} kernel for {operation.native} on {device}"
         elif (operation.canonical, device) not in self._told:
@@ -183,19 +183,6 @@ _everywhere: Lowering | None = None
 @functools.cache
 def _device_type(device: str) -> str:
     return tf.DeviceSpec.from_string(device).device_type or default_device()
-
-
-@functools.cache
-def _lowerable(native: str, device: str, types: tuple[tuple[str, int], ...], dtype: int) -> tuple[str, ...]:
-    """Return the type attributes to change; see `polyamp.backends.tensorflow.graphs.graph.lowerable`."""
-    operation = unstable.operation_definition(native, {})
-    definition = NodeDef(name=native, op=native, device=f"/device:{device}:0")
-    for attribute in operation.attr:
-        if attribute.type == "type":
-            definition.attr[attribute.name].type = dict(types).get(attribute.name, 0)
-        elif attribute.type == "int" and not attribute.HasField("default_value"):
-            definition.attr[attribute.name].i = 1  # the length of a list, on which no kernel depends
-    return lowerable(Node(definition, operation, in_function=False), dtype)
 
 
 _STRUCTURE = {"tensor_list", "loop_edge", "save"}  # the type of the values that they hold is declared elsewhere

@@ -43,7 +43,7 @@ def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 @contextmanager
 def walking(fn: Any, *arguments: Any) -> Iterator[None]:
     """Refuse arguments that TensorFlow, which walks along every path to their tensors, would not finish."""
-    where = f"the arguments of {name_of(fn)}"
+    where = f"the arguments of {getattr(fn, '__name__', 'a function')}"  # every call comes here: to find a line is slow
     check_tree(arguments, where)
     try:
         yield

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
+from polyamp.backends.tensorflow.devices import device_of, lowerable
 from polyamp.backends.tensorflow.graphs.graph import (
     FLOAT32,
     FLOATING,
@@ -18,22 +19,19 @@ from polyamp.backends.tensorflow.graphs.graph import (
     Node,
     Places,
     Port,
+    Scopes,
     closes_loop,
-    device_of,
-    lowerable,
 )
 from polyamp.backends.tensorflow.graphs.norms import fused
-from polyamp.backends.tensorflow.graphs.parts import Scopes, parts_of
+from polyamp.backends.tensorflow.graphs.parts import parts_of
 from polyamp.backends.tensorflow.graphs.values import (
-    CREATING,
     HANDLED,
     KNOWN_CARRIED,
     READS,
     VARIANT,
     Known,
     Lists,
-    holds_float32,
-    is_item,
+    decide_list,
     is_list,
     is_number,
     numbered,
@@ -62,7 +60,7 @@ from polyamp.policies import Policy
 from polyamp.readers import DIVIDES, Read, look
 
 if TYPE_CHECKING:
-    from polyamp.backends.tensorflow.graphs.functions import Functions
+    from polyamp.backends.tensorflow.graphs.program import Functions
 
 _UPDATE = Value("strong", "the update")
 _SATURATED_GRADIENTS = ("SigmoidGrad", "TanhGrad")
@@ -139,6 +137,13 @@ class Pass:
             self._remember(node, decided)
         self._note_items()
 
+    def everything(self) -> Iterator[Decided]:
+        """Yield all nodes, those of a called function before the call."""
+        for decided in self.nodes:
+            for inside in decided.inside:
+                yield from inside.decisions.everything()
+            yield decided
+
     def is_divisor(self, value: str) -> bool:
         """Return whether something is divided by a constant."""
         return self._looked.get(value) == DIVIDES
@@ -158,7 +163,7 @@ class Pass:
             return None
         if maker.op == "IdentityN":
             return self.computed_anew(maker.inputs[maker.outputs.index(value)], roles)
-        return maker if len(maker.outputs) == 1 and not self.functions.calls(maker) else None
+        return maker if len(maker.outputs) == 1 and not maker.called else None
 
     def class_of(self, node: Node, operation: str) -> Decision:
         """Return the class of a node's operation at its path."""
@@ -225,12 +230,12 @@ class Pass:
                 yield Read(operation, op_class, inputs, outputs)
 
     def _decide(self, node: Node) -> Decided:
-        if not (is_list(node) or node.op == "IdentityN" or self.functions.calls(node)):
+        if not (is_list(node) or node.op == "IdentityN" or node.called):
             self.rules.lists.keep(known.held for known in self.inputs_of(node))
         if node.name in self.parts.update and not is_list(node):
             return self.as_written(node, "updates variables", _UPDATE)
         if is_list(node):
-            return _list(self, node)
+            return decide_list(self, node)
         if node.op in _SPECIAL:
             return _SPECIAL[node.op](self, node)
         return self.functions.decide(self, node) or self.by_flow(node)
@@ -335,7 +340,7 @@ def _value_of_output(node: Node, port: Port, operation: str, outcome: Flow) -> V
     return Value("strong", operation, role="statistic")
 
 
-# Nodes that the flow rule alone does not decide: constants, casts, sizes, lists, and the edges of loops.
+# Nodes that the flow rule alone does not decide: constants, casts, sizes, and the edges of loops.
 
 
 def _constant(decisions: Pass, node: Node) -> Decided:
@@ -391,59 +396,6 @@ def _loop_edge(decisions: Pass, node: Node) -> Decided:
     if node.op == "Enter" and node.definition.attr["is_constant"].b:
         return decisions.by_flow(node)
     return decisions.as_written(node, "carried by a loop", CARRIED)
-
-
-def _list(decisions: Pass, node: Node) -> Decided:
-    """Decide a node that makes, fills, reads or moves a list: items have the type of the values put into the list."""
-    name = _list_of(decisions, node)
-    lists, low = decisions.rules.lists, decisions.rules.low
-    value, is_low = lists.value_of(name), lists.is_low(name) and holds_float32(node)
-    dtype = low if is_low else FLOAT32
-    reason = f"holds values from {value.maker}" if value.maker else "its items are lowered"
-    decided = decisions.as_written(
-        node, reason if is_low else "holds float32", value, decisions.class_of(node, "tensor_list")
-    )
-    decided = decided._replace(
-        input_types=[dtype if is_item(node, port) else port.dtype for port in node.input_ports],
-        results=[
-            Known(VARIANT, held=name)
-            if port.dtype == VARIANT
-            else Known(dtype, value)
-            if is_item(node, port)
-            else known
-            for port, known in zip(node.output_ports, decided.results, strict=True)
-        ],
-    )
-    if not is_low:
-        return decided
-    outcome = decided.outcome._replace(format=decisions.rules.compute)
-    return decided._replace(outcome=outcome, changes={"element_dtype": tf.compat.v1.AttrValue(type=low)})
-
-
-def _list_of(decisions: Pass, node: Node) -> str:
-    """Return the name of a node's list, and record what the node does to it."""
-    lists = decisions.rules.lists
-    pairs = list(zip(node.input_ports, decisions.inputs_of(node), strict=True))
-    names = [known.held for port, known in pairs if port.dtype == VARIANT]
-    name = f"{decisions.name}/{node.name}" if node.op in CREATING else lists.tie(names)
-    items = [known for port, known in pairs if is_item(node, port)]
-    for known in items:
-        lists.put(name, known.value)
-    moves_items = bool(items) or any(is_item(node, port) for port in node.output_ports)
-    has_kernel = not moves_items or lowerable(node, decisions.rules.low)
-    is_ruled = decisions.class_of(node, "tensor_list").reason != TABLE
-    if is_ruled or not has_kernel or _adds_to_one_item(decisions, node):
-        lists.keep([name])
-    if node.op == "AddN":
-        lists.take(name, is_low=False)  # as long as the items are float32, the sum takes float32
-    return name
-
-
-def _adds_to_one_item(decisions: Pass, node: Node) -> bool:
-    """Return whether a node adds lists, and one of them is zero except for one item, the same in every iteration."""
-    makers = [decisions.graph.maker.get(value) for value in node.inputs] if node.op == "AddN" else []
-    sets = (maker for maker in makers if maker is not None and maker.op == "TensorListSetItem")
-    return any(decisions.known[maker.inputs[1]].is_constant for maker in sets)
 
 
 _SPECIAL: dict[str, Callable[[Pass, Node], Decided]] = {

@@ -3,7 +3,9 @@
 A value is named by the text that refers to it: ``node`` or ``node:1`` in a ``GraphDef``, ``node:output:0`` or an
 argument's name in a function.
 
-It also finds where nodes come from, the shapes of their values, and which types have kernels on a device.
+It also finds where nodes come from, and the shapes of their values. Rules name scopes as the code asked for them, and a
+gradient has the scope of its forward operation. For example, ``gradient_tape/dense_1/MatMul/MatMul`` differentiates
+``dense_1/MatMul``; if the code asked for the scope ``dense``, the scope of both nodes is ``dense``.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ import copy
 import functools
 import math
 import os
+import re
 import sys
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.unstable import graph_of, operation_definition, registered_kernels
+from polyamp.backends.tensorflow.operations import OPERATIONS
+from polyamp.backends.tensorflow.unstable import as_asked, graph_of, operation_definition
 
 One = TypeVar("One", bound=Hashable)
 NodeDef = tf.compat.v1.NodeDef
@@ -47,12 +51,12 @@ class Port(NamedTuple):
 class Node:
     """One node with its typed inputs and outputs."""
 
-    __slots__ = ("controls", "definition", "input_ports", "inputs", "is_pure", "name", "op", "output_ports", "outputs")
+    __slots__ = ("called", "definition", "input_ports", "inputs", "is_pure", "name", "op", "output_ports", "outputs")
 
     def __init__(self, definition: Any, operation: Any, *, in_function: bool) -> None:
         self.definition, self.name, self.op = definition, definition.name, definition.op
         self.inputs = [_plain(text) for text in definition.input if not text.startswith("^")]
-        self.controls = [text[1:] for text in definition.input if text.startswith("^")]
+        self.called = called_functions(definition)
         if operation is None:  # a call of a function by its name, as graphs of TensorFlow 1 have them
             self.input_ports, self.output_ports, self.outputs = [Port(0)] * len(self.inputs), [], []
             self.is_pure = False
@@ -68,6 +72,11 @@ class Node:
             self.outputs = [f"{self.name}:{name}:{index}" for name, count in names for index in range(count)]
         else:
             self.outputs = [f"{self.name}:{index}" if index else self.name for index in range(len(self.output_ports))]
+
+    @property
+    def controls(self) -> list[str]:
+        """The names of the nodes that must run before it."""
+        return [text[1:] for text in self.definition.input if text.startswith("^")]
 
     @property
     def typed_inputs(self) -> list[tuple[str, int]]:
@@ -142,6 +151,12 @@ def closure(start: Iterable[One], following: Callable[[One], Iterable[One]]) -> 
                 found.add(one)
                 pending.append(one)
     return found
+
+
+def called_functions(definition: Any) -> list[str]:
+    """Return the names of the functions in a node's attributes."""
+    values = definition.attr.values()
+    return [one.name for value in values for one in (value.func, *value.list.func) if one.name]
 
 
 def closes_loop(node: Node) -> bool:
@@ -235,10 +250,10 @@ class Places:
         maker = next((frame[0] for frame in self._frames(name) if not frame[0].startswith(plain)), "")
         return bool(maker) and not maker.startswith(_libraries())
 
-    def _frames(self, name: str) -> list[Any]:
+    def _frames(self, name: str) -> Iterator[Any]:
         """Return the frames of the code that made a node, innermost first."""
         operation = self._operation(name)
-        return [] if operation is None else list(reversed(operation.traceback or []))
+        return iter(()) if operation is None else reversed(operation.traceback or [])
 
     def elements(self, graph: Graph, value: str) -> int:
         """Return the number of elements of a value; 0 if its shape is not known."""
@@ -292,50 +307,81 @@ def _libraries() -> tuple[str, ...]:
     return tuple(sorted(folders | set(_OWN)))
 
 
-_ADDING_IN_16_BITS = {  # on CPUs; other operations add in float32 inside
-    "AvgPool": ("bfloat16", "float16"),
-    "AvgPool3D": ("bfloat16", "float16"),
-    "BiasAddGrad": ("bfloat16",),
-}
+_GRADIENT_SCOPE = re.compile(r"gradient_tape|gradients(_\d+)?")
 
 
-@functools.cache
-def default_device() -> str:
-    """Return the type of device on which TensorFlow places an operation that names no device."""
-    return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+def is_gradient(name: str) -> bool:
+    """Return whether a node belongs to the backward pass, by the scopes of ``tf.GradientTape`` and ``tf.gradients``."""
+    return any(_GRADIENT_SCOPE.fullmatch(part) for part in name.split("/")[:-1])
 
 
-def device_of(node: Node) -> str:
-    """Return the type of device on which a node runs."""
-    return tf.DeviceSpec.from_string(node.definition.device).device_type or default_device()
+def forward_of(name: str) -> str:
+    """Return the forward operation that a node of the backward pass differentiates, by the node's scope."""
+    parts: list[list[str]] = [[]]
+    for one in name.split("/")[:-1]:
+        if _GRADIENT_SCOPE.fullmatch(one):
+            parts.append([])
+        else:
+            parts[-1].append(one.removesuffix("_grad"))
+    return "/".join(next(filter(None, reversed(parts)), []))
 
 
-def lowerable(node: Node, dtype: int) -> tuple[str, ...]:
-    """Return the largest set of a node's float32 type attributes for which a kernel of another type exists."""
-    types = tuple(
-        sorted({(port.attribute, port.dtype) for port in [*node.input_ports, *node.output_ports] if port.attribute})
-    )
-    return _lowerable(node.op, device_of(node), types, dtype)
+_OPERATORS = {"RealDiv": "truediv", "FloorDiv": "floordiv", "FloorMod": "mod"}  # names that are not canonical
+_DEFAULTS = {*OPERATIONS, "add", "sub", "mul", "neg", "pow", "matmul", "truediv", "while", "cond"}
+_FORWARD_INPUT = {"AddN": 0, "FusedBatchNormGradV3": 3}  # the input that leads to a node with a scope
 
 
-@functools.cache
-def _lowerable(op: str, device: str, types: tuple[tuple[str, int], ...], dtype: int) -> tuple[str, ...]:
-    if device not in {kernel.device_type for kernel in registered_kernels(op)}:
-        device = "CPU"  # TensorFlow places it there
-    if device == "CPU" and tf.as_dtype(dtype).name in _ADDING_IN_16_BITS.get(op, ()):
-        return ()
-    floating = [name for name, now in types if now == FLOAT32]
-    alternatives = [tuple(floating), *((name,) for name in floating)]
-    return next((names for names in alternatives if names and _has_kernel(op, device, types, names, dtype)), ())
+class Scopes:
+    """The scopes of one graph's nodes."""
+
+    def __init__(self, graph: Graph, path: str, traced: Any, others: Callable[[], Iterable[Scopes]]) -> None:
+        self.path, self._graph, self._traced, self._others = path, graph, traced, others
+        self._named = {node.name: node for node in graph.nodes}
+
+    def path_of(self, node: Node) -> str:
+        """Return the scopes of a node with its name."""
+        return _within(self.path, as_asked(self._traced, node.name))
+
+    def scope_of(self, node: Node) -> str:
+        """Return the scopes of a node; for a gradient, those of its forward operation."""
+        # A node's own name counts as a scope if somebody chose it, but not if it only repeats the operation.
+        place = _FORWARD_INPUT.get(node.op)
+        first = self._graph.maker.get(node.inputs[place]) if place is not None else None
+        if node.op != "AddN" and first is not None and not is_gradient(node.name):
+            return self.scope_of(first)  # the gradient of a norm that was replaced by a kernel
+        if first is not None and is_gradient(first.name) and not is_gradient(node.name):
+            return self.scope_of(first)  # a sum of gradients, which has no scope
+        name = forward_of(node.name) if is_gradient(node.name) else node.name
+        home, known = self._find(name)
+        scopes, _, own = as_asked(home._traced, name if known is None else known.name).rpartition("/")
+        is_chosen = own not in _DEFAULTS if known is None else not _repeats_operation(own, known.op)
+        return _within(self.path, "/".join(filter(None, (scopes, own if is_chosen else ""))))
+
+    def ruled_path(self, node: Node) -> str:
+        """Return the path that rules match: rules for a forward operation also match its gradient."""
+        # All gradients together can be named by their own scope, ``gradient_tape``.
+        scope = self.scope_of(node)
+        return f"gradient_tape/{scope}" if is_gradient(node.name) else scope
+
+    def _node_at(self, name: str) -> Node | None:
+        """Return the node of this name, or else the node in whose scope the name is."""
+        while name and name not in self._named:
+            name = name.rpartition("/")[0]
+        return self._named.get(name)
+
+    def _find(self, name: str) -> tuple[Scopes, Node | None]:
+        """Find the node of a name in this graph, or in the forward function that it differentiates."""
+        if (node := self._node_at(name)) is not None:
+            return self, node
+        home = next((one for one in self._others() if one.path == self.path and one._node_at(name)), self)
+        return home, home._node_at(name)
 
 
-def _has_kernel(op: str, device: str, types: Iterable[tuple[str, int]], names: Iterable[str], dtype: int) -> bool:
-    wanted = {**dict(types), **dict.fromkeys(names, dtype)}
-    return any(
-        kernel.device_type in (device, "DEFAULT")
-        and all(
-            wanted.get(constraint.name, 0) in (0, *constraint.allowed_values.list.type)
-            for constraint in kernel.constraint
-        )
-        for kernel in registered_kernels(op)
-    )
+def _within(path: str, name: str) -> str:
+    """Return a name below a path. In the bodies of loops and branches, names may start with the path already."""
+    return name if f"{name}/".startswith(f"{path}/") else "/".join(filter(None, (path, name)))
+
+
+def _repeats_operation(name: str, op: str) -> bool:
+    """Return whether a name is the one that TensorFlow chooses for an operation without a name."""
+    return name.lower() in {op.lower(), op.lower().rstrip("v234"), OPERATIONS.get(op, ""), _OPERATORS.get(op)}

@@ -1,24 +1,32 @@
-"""The parts of a training step (its backward pass, its update, its moving averages), and the scopes of its nodes.
+"""The parts of a training step: its backward pass, its update, and its moving averages.
 
 The update and the averages keep state and are never lowered. Unscaling, clipping and the optimizer's arithmetic handle
 numbers far smaller than float16 holds, and a moving average changes by so little that in 16 bits it would not change.
 
-Rules name scopes as the code asked for them. A gradient has the scope of its forward operation. For example,
-``gradient_tape/dense_1/MatMul/MatMul`` differentiates ``dense_1/MatMul``; if the code asked for the scope ``dense``,
-the scope of both nodes is ``dense``.
+In a step that overflows, the batch's statistics may be inf or NaN, and an average that takes one in never recovers, so
+averages are restored where a wrapped optimizer skips the step. For example, a write of ``moving_mean`` gets four nodes:
+a read before it, and, after everything that uses the variable, a second read, a selection of the old or the new value
+by the scalar that decides about the step, and a write.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from polyamp.backends.tensorflow.graphs.graph import FLOATING, UPDATE_SCOPE, Graph, Node, closure, maker_name
-from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.backends.tensorflow.unstable import as_asked
+from polyamp.backends.tensorflow.graphs.graph import (
+    FINITE,
+    FLOATING,
+    UPDATE_SCOPE,
+    Graph,
+    Node,
+    NodeDef,
+    closure,
+    is_gradient,
+    maker_name,
+)
 
-_GRADIENT_SCOPE = re.compile(r"gradient_tape|gradients(_\d+)?")
 _WRITES = re.compile(r"(Assign|ResourceApply|ResourceSparseApply|ResourceScatter|Apply|SparseApply|Scatter).*")
 _FACTORS = ("Mul", "MulNoNan", "RealDiv", "Div")
 
@@ -54,22 +62,6 @@ def parts_of(graph: Graph, library: Mapping[str, Any]) -> Parts:
     }
     averages = [node for node, path in paths.items() if path and _is_average(node, path)]
     return Parts(update, {one.name for path in paths.values() for one in path}, averages, backward)
-
-
-def is_gradient(name: str) -> bool:
-    """Return whether a node belongs to the backward pass, by the scopes of ``tf.GradientTape`` and ``tf.gradients``."""
-    return any(_GRADIENT_SCOPE.fullmatch(part) for part in name.split("/")[:-1])
-
-
-def forward_of(name: str) -> str:
-    """Return the forward operation that a node of the backward pass differentiates, by the node's scope."""
-    parts: list[list[str]] = [[]]
-    for one in name.split("/")[:-1]:
-        if _GRADIENT_SCOPE.fullmatch(one):
-            parts.append([])
-        else:
-            parts[-1].append(one.removesuffix("_grad"))
-    return "/".join(next(filter(None, reversed(parts)), []))
 
 
 def _computes_gradient(node: Node, library: Mapping[str, Any]) -> bool:
@@ -143,62 +135,50 @@ def _is_average(write: Node, path: Iterable[Node]) -> bool:
     return write.op != "AssignVariableOp" or any(node.op in _FACTORS for node in path)
 
 
-_OPERATORS = {"RealDiv": "truediv", "FloorDiv": "floordiv", "FloorMod": "mod"}  # names that are not canonical
-_DEFAULTS = {*OPERATIONS, "add", "sub", "mul", "neg", "pow", "matmul", "truediv", "while", "cond"}
-_FORWARD_INPUT = {"AddN": 0, "FusedBatchNormGradV3": 3}  # the input that leads to a node with a scope
+_DECISION = re.compile(rf"(.*/)?{FINITE}(_\d+)?")
 
 
-class Scopes:
-    """The scopes of one graph's nodes."""
-
-    def __init__(self, graph: Graph, path: str, traced: Any, others: Callable[[], Iterable[Scopes]]) -> None:
-        self.path, self._graph, self._traced, self._others = path, graph, traced, others
-        self._named = {node.name: node for node in graph.nodes}
-
-    def path_of(self, node: Node) -> str:
-        """Return the scopes of a node with its name."""
-        return _within(self.path, as_asked(self._traced, node.name))
-
-    def scope_of(self, node: Node) -> str:
-        """Return the scopes of a node; for a gradient, those of its forward operation."""
-        # A node's own name counts as a scope if somebody chose it, but not if it only repeats the operation.
-        place = _FORWARD_INPUT.get(node.op)
-        first = self._graph.maker.get(node.inputs[place]) if place is not None else None
-        if node.op != "AddN" and first is not None and not is_gradient(node.name):
-            return self.scope_of(first)  # the gradient of a norm that was replaced by a kernel
-        if first is not None and is_gradient(first.name) and not is_gradient(node.name):
-            return self.scope_of(first)  # a sum of gradients, which has no scope
-        name = forward_of(node.name) if is_gradient(node.name) else node.name
-        home, known = self._find(name)
-        scopes, _, own = as_asked(home._traced, name if known is None else known.name).rpartition("/")
-        is_chosen = own not in _DEFAULTS if known is None else not _repeats_operation(own, known.op)
-        return _within(self.path, "/".join(filter(None, (scopes, own if is_chosen else ""))))
-
-    def ruled_path(self, node: Node) -> str:
-        """Return the path that rules match: rules for a forward operation also match its gradient."""
-        # All gradients together can be named by their own scope, ``gradient_tape``.
-        scope = self.scope_of(node)
-        return f"gradient_tape/{scope}" if is_gradient(node.name) else scope
-
-    def _node_at(self, name: str) -> Node | None:
-        """Return the node of this name, or else the node in whose scope the name is."""
-        while name and name not in self._named:
-            name = name.rpartition("/")[0]
-        return self._named.get(name)
-
-    def _find(self, name: str) -> tuple[Scopes, Node | None]:
-        """Find the node of a name in this graph, or in the forward function that it differentiates."""
-        if (node := self._node_at(name)) is not None:
-            return self, node
-        home = next((one for one in self._others() if one.path == self.path and one._node_at(name)), self)
-        return home, home._node_at(name)
+def decisions_of(graph: Graph) -> list[Node]:
+    """Return the scalars that decide whether a step is applied, found by the name that wrapped optimizers give them."""
+    return [node for node in graph.nodes if node.op == "Identity" and _DECISION.fullmatch(node.name)]
 
 
-def _within(path: str, name: str) -> str:
-    """Return a name below a path. In the bodies of loops and branches, names may start with the path already."""
-    return name if f"{name}/".startswith(f"{path}/") else "/".join(filter(None, (path, name)))
+def guarded(graph: Graph, averages: Sequence[Node], decided: Sequence[Node], written: Sequence[Any]) -> list[Any]:
+    """Add nodes to a function that restore old averages after a skipped step."""
+    added = _all_of([node.outputs[0] for node in decided])
+    applied = decided[0].outputs[0] if not added else f"{added[-1].name}:z:0"
+    by_name: Mapping[str, Any] = {node.name: node for node in written}
+    first = {average.inputs[0]: average for average in reversed(averages)}  # a layer may be called several times
+    for handle, average in first.items():
+        before = _read(f"{average.name}/polyamp_before", handle, average.controls, average)
+        by_name[average.name].input.append(f"^{before.name}")
+        users = [node.name for node in graph.nodes if handle in node.inputs]
+        added += [before, *_restoring(average, handle, applied, users)]
+    return added
 
 
-def _repeats_operation(name: str, op: str) -> bool:
-    """Return whether a name is the one that TensorFlow chooses for an operation without a name."""
-    return name.lower() in {op.lower(), op.lower().rstrip("v234"), OPERATIONS.get(op, ""), _OPERATORS.get(op)}
+def _read(name: str, handle: str, controls: Sequence[str], average: Node) -> Any:
+    node = NodeDef(name=name, op="ReadVariableOp", input=[handle, *(f"^{one}" for one in controls)])
+    node.device, node.attr["dtype"].type = average.definition.device, average.input_ports[1].dtype
+    return node
+
+
+def _restoring(average: Node, handle: str, applied: str, users: Sequence[str]) -> list[Any]:
+    """Return nodes that run after all uses of a variable and restore its old value, unless the step was applied."""
+    name, device = average.name, average.definition.device
+    after = _read(f"{name}/polyamp_after", handle, users, average)
+    values = [applied, f"{after.name}:value:0", f"{name}/polyamp_before:value:0"]
+    chosen = NodeDef(name=f"{name}/polyamp_chosen", op="SelectV2", input=values, device=device)
+    restored = NodeDef(name=f"{name}/polyamp_restored", op="AssignVariableOp", device=device)
+    restored.input.extend([handle, f"{chosen.name}:output:0"])
+    chosen.attr["T"].type = restored.attr["dtype"].type = average.input_ports[1].dtype
+    return [after, chosen, restored]
+
+
+def _all_of(values: Sequence[str]) -> list[Any]:
+    """Return nodes; the last one computes whether all of several scalars are true. No nodes for a single scalar."""
+    nodes: list[Any] = []
+    for value in values[1:]:
+        first = f"{nodes[-1].name}:z:0" if nodes else values[0]
+        nodes.append(NodeDef(name=f"polyamp_all_applied_{len(nodes)}", op="LogicalAnd", input=[first, value]))
+    return nodes

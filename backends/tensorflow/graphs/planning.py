@@ -38,6 +38,7 @@ class PlanBuilder:
 
     def __init__(self, decisions: Pass, places: Places) -> None:
         self._decisions, self._places = decisions, places
+        self._elements = functools.cache(functools.partial(places.elements, decisions.graph))
         self._body = Body(decisions, Writer(lambda definition: None))
 
     def operations(self, results: Sequence[int]) -> Iterator[PlannedOperation]:
@@ -106,8 +107,7 @@ class PlanBuilder:
 
     def _size(self, typed: Iterable[tuple[str, int]]) -> int:
         """Return the bytes of values in these types."""
-        elements = self._places.elements
-        return sum(elements(self._decisions.graph, value) * width_of(dtype) for value, dtype in typed)
+        return sum(self._elements(value) * width_of(dtype) for value, dtype in typed)
 
 
 def _newest(found: dict[One, str], before: int) -> list[One]:

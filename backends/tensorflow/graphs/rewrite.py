@@ -20,8 +20,8 @@ from polyamp.backends.tensorflow.graphs.capture import (
     walking,
 )
 from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass
-from polyamp.backends.tensorflow.graphs.functions import decided_for, decided_graph, lowered_in, lowers
 from polyamp.backends.tensorflow.graphs.planning import plan_of
+from polyamp.backends.tensorflow.graphs.program import decided_for, decided_graph, lowered_in, lowers
 from polyamp.backends.tensorflow.graphs.writing import Writer
 from polyamp.backends.tensorflow.unstable import call_in_place_of, options_of, register
 from polyamp.errors import not_traced, warn_once

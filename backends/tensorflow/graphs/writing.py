@@ -15,7 +15,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.graphs.capture import POLICY_ATTRIBUTE
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside, Pass
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, NodeDef
-from polyamp.backends.tensorflow.skipping import decisions_of, guarded
+from polyamp.backends.tensorflow.graphs.parts import decisions_of, guarded
 
 RESULT = ("saturated",)
 """Roles of results that a function returns unrounded."""

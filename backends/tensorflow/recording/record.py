@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.capture import check_format, check_function
-from polyamp.backends.tensorflow.graphs.functions import decided_for
+from polyamp.backends.tensorflow.graphs.program import decided_for
 from polyamp.backends.tensorflow.recording.replay import Replay
 from polyamp.backends.tensorflow.recording.values import recorded, traced
 from polyamp.backends.tensorflow.scaler import SCALES

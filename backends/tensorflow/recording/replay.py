@@ -128,8 +128,11 @@ class Replay:
 
 def _stays(node: Node) -> bool:
     """Return whether the types of a node's values are fixed by something outside the graph."""
-    calls = any(value.HasField("func") or value.list.func for value in node.definition.attr.values())
-    return calls or node.op in _OUTSIDE or any(port.dtype == _RESOURCE or port.dtype > 100 for port in node.input_ports)
+    return (
+        bool(node.called)
+        or node.op in _OUTSIDE
+        or any(port.dtype == _RESOURCE or port.dtype > 100 for port in node.input_ports)
+    )
 
 
 def _wide(dtype: int) -> int:

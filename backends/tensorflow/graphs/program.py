@@ -12,9 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.backends.tensorflow.devices import device_of
 from polyamp.backends.tensorflow.graphs.capture import POLICY_ATTRIBUTE, check_graph, rewritten_before
 from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside, Pass, Rules
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, Places, device_of
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, Places, called_functions, closure
 from polyamp.backends.tensorflow.graphs.values import VARIANT, Known, capture, value_of_type
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import FunctionLibrary, graph_of
@@ -36,12 +37,8 @@ class Functions:
 
     def decide(self, decisions: Pass, node: Node) -> Decided | None:
         """Decide a node that calls functions; None for any other node."""
-        decide = _HANDLERS.get(node.op) or (_not_entered if _called(node) else None)
+        decide = _HANDLERS.get(node.op) or (_not_entered if node.called else None)
         return None if decide is None else decide(self, decisions, node)
-
-    def calls(self, node: Node) -> bool:
-        """Return whether a node calls functions."""
-        return bool(_called(node))
 
     def body(self, name: str, arguments: Sequence[Known], path: str) -> Pass:
         """Return the decisions for a function's body with these arguments."""
@@ -64,20 +61,14 @@ class Functions:
             return "an unknown function"
         return REWRITTEN if any(map(self._is_rewritten, definitions)) else ""
 
-    def has_products(self, name: str) -> bool:
-        """Return whether a function, or a function that it calls, has float32 products that a policy would lower."""
-        seen, pending = {name}, [name]
-        while pending:
-            definition = self.library.get(pending.pop())
-            for node in definition.node_def if definition is not None else ():
-                operation = OPERATIONS.get(node.op)
-                is_product = operation is not None and TABLE_OF_CLASSES[operation].op_class == "lower"
-                if is_product and any(node.attr[key].type == FLOAT32 for key in ("T", "dtype") if key in node.attr):
-                    return True
-                found = {one.name for value in node.attr.values() for one in (value.func, *value.list.func) if one.name}
-                pending.extend(found - seen)
-                seen |= found
-        return False
+    def has_products(self, names: Sequence[str]) -> bool:
+        """Return whether functions, or functions that they call, have float32 products that a policy would lower."""
+
+        def nodes(name: str) -> Sequence[Any]:
+            return self.library[name].node_def if name in self.library else ()
+
+        entered = closure(names, lambda name: (one for node in nodes(name) for one in called_functions(node)))
+        return any(_is_full_product(node) for name in entered for node in nodes(name))
 
     def _is_rewritten(self, definition: Any) -> bool:
         marked = next((node for node in definition.node_def if POLICY_ATTRIBUTE in node.attr), None)
@@ -87,6 +78,13 @@ class Functions:
         if policy != str(self.rules.policy):
             raise rewritten_before(f"function {definition.signature.name}", policy)
         return True
+
+
+def _is_full_product(definition: Any) -> bool:
+    operation = OPERATIONS.get(definition.op)
+    if operation is None or TABLE_OF_CLASSES[operation].op_class != "lower":
+        return False
+    return any(definition.attr[key].type == FLOAT32 for key in ("T", "dtype") if key in definition.attr)
 
 
 def _call(functions: Functions, decisions: Pass, node: Node) -> Decided:
@@ -182,12 +180,11 @@ def _unchanged(body: Any) -> set[int]:
 def _iteration(functions: Functions, decisions: Pass, node: Node) -> Decided:
     """Decide ``for batch in dataset``: the body keeps its types, and the values that it carries are float32."""
     # Its arguments are the carried values, then an element, then captured values.
-    names = _called(node)
-    if reason := functions.why_kept(names):
+    if reason := functions.why_kept(node.called):
         return _kept(decisions, node, reason)
     carried = len(node.definition.attr["Tstate"].list.type)
     insides = []
-    for name in names:
+    for name in node.called:
         arguments = [
             Known(arg.type, CARRIED if place < carried and arg.type == FLOAT32 else value_of_type(arg.type))
             for place, arg in enumerate(functions.library[name].signature.input_arg)
@@ -204,9 +201,8 @@ def _iteration(functions: Functions, decisions: Pass, node: Node) -> Decided:
 
 def _not_entered(functions: Functions, decisions: Pass, node: Node) -> Decided:
     """Leave the functions of any other node as written. If they have products, record that they were not entered."""
-    names = _called(node)
-    reason = functions.why_kept(names) or "the functions of this operation run as written"
-    if reason != REWRITTEN and any(functions.has_products(name) for name in names):
+    reason = functions.why_kept(node.called) or "the functions of this operation run as written"
+    if reason != REWRITTEN and functions.has_products(node.called):
         line = Places(decisions.traced).line(node.name)
         functions.rules.not_entered.setdefault(node.op, line or decisions.scopes.path_of(node))
     return _kept(decisions, node, reason)
@@ -216,12 +212,6 @@ def _kept(decisions: Pass, node: Node, reason: str) -> Decided:
     """Keep a node with functions unchanged, and also the lists among its inputs."""
     decisions.rules.lists.keep(known.held for known in decisions.inputs_of(node))
     return decisions.as_written(node, reason)
-
-
-def _called(node: Node) -> list[str]:
-    """Return the names of the functions in a node's attributes."""
-    attributes = node.definition.attr.values()
-    return [one.name for value in attributes for one in (value.func, *value.list.func) if one.name]
 
 
 def _calling(
@@ -290,23 +280,18 @@ def decided_graph(graph_def: Any, policy: Policy) -> Pass:
 
 def lowered_in(decisions: Pass) -> set[tuple[str, str]]:
     """Return the operations of class ``lower`` that run in the compute format, each with its type of device."""
-    found = {pair for decided in decisions.nodes for inside in decided.inside for pair in lowered_in(inside.decisions)}
-    is_low = format_of(decisions.rules.compute).is_low
-    return found | {
+    compute = decisions.rules.compute
+    return {
         (decided.operation, device_of(decided.node))
-        for decided in decisions.nodes
-        if is_low and decided.decision.op_class == "lower" and decided.outcome.format == decisions.rules.compute
+        for decided in decisions.everything()
+        if format_of(compute).is_low and decided.decision.op_class == "lower" and decided.outcome.format == compute
     }
 
 
 def lowers(decisions: Pass) -> bool:
     """Return whether any operation runs in the compute format, or was rewritten to it before."""
-    return any(
-        decided.outcome.format == decisions.rules.compute
-        or decided.outcome.reason == REWRITTEN
-        or any(lowers(inside.decisions) for inside in decided.inside)
-        for decided in decisions.nodes
-    )
+    outcomes = (decided.outcome for decided in decisions.everything())
+    return any(one.format == decisions.rules.compute or one.reason == REWRITTEN for one in outcomes)
 
 
 def _settled(rules: Rules, decide: Callable[[], Pass]) -> Pass:

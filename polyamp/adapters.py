@@ -276,7 +276,7 @@ def adapter_named(name: str) -> Adapter:
 
 def entry_named(name: object) -> EntryPoint:
     """Return the entry point of a framework's name; refuse a word that is none."""
-    entry = entries().get(name) if isinstance(name, str) else None
+    entry = entries().get(name) if type(name) is str else None
     if entry is None:
         raise InvalidTypeError(
             "no adapter of that name",
@@ -401,7 +401,7 @@ def _backend_of(entry: EntryPoint) -> str:
 
 def _roots(kind: type) -> Iterator[str]:
     for base in kind.__mro__:
-        parts = base.__module__.split(".")
+        parts = str(base.__module__).split(".")
         yield parts[2] if parts[:2] == ["polyamp", "backends"] and len(parts) > 2 else parts[0]
 
 

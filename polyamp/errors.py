@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import warnings
-from collections import UserList, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from itertools import islice
-from types import SimpleNamespace
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 _LONGEST = 3000  # characters of a part of an error, which can repeat what the user wrote, or a compiler
 
@@ -141,18 +141,15 @@ def _cut(value: object, longest: int, *, quoted: bool = False, depth: int = 3) -
             text = f"{opening}{', '.join(first + ['...'] * (len(value) > len(first)))}{closing}"
         elif isinstance(value, Mapping):  # it may hold passwords
             text = f"a mapping of {len(value)}"
-        elif hasattr(value, "__dict__") and "polyamp" not in type(value).__module__ and _has_parts(value):
-            text = f"a {kind_of(value)}"
+        elif isinstance(value, type):
+            text = type.__repr__(value)
+        elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in ("builtins", "polyamp"):
+            text = f"a {kind_of(value)}"  # its text may take long
         else:
             text = repr(value) if quoted else str(value)
     except Exception:
         text = f"a {kind_of(value)}"
     return text if len(text) <= longest else f"{text[:longest]}..."
-
-
-def _has_parts(value: object) -> bool:
-    """Return whether the text of an object is made of its attributes' texts, so that it can be of any length."""
-    return isinstance(value, SimpleNamespace | UserList) or hasattr(value, "__dataclass_fields__")
 
 
 def kind_of(value: object) -> str:
@@ -188,6 +185,40 @@ def reading(value: object, *, where: str) -> Iterator[None]:
             allowed="objects whose attributes and contents can be read",
             fix="pass plain values, or containers of Python",
         ) from error
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def refuses_unreadable(function: Function) -> Function:
+    """Decorate a public function: an argument whose own methods raise is refused; other errors are raised unchanged."""
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except PolyampError:
+            raise
+        except Exception:
+            for value in (*args, *kwargs.values()):
+                with reading(value, where=f"{function.__qualname__}()"):
+                    _read_once(value)
+            raise
+
+    return checked  # type: ignore[return-value]
+
+
+def _read_once(value: Any) -> None:
+    """Call what the checks of arguments may call of a value."""
+    hasattr(value, "polyamp")
+    if isinstance(value, str):
+        hash((value == "", value.strip().lower(), str(value), value.partition("{"), value))
+    elif isinstance(value, int | float):
+        hash((value > 0, value <= 0, value == 0, float(value)))
+    elif isinstance(value, Mapping):
+        dict(value.items())
+    elif isinstance(value, list | tuple | Set):
+        hash((len(value), *map(id, value)))
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -266,7 +297,7 @@ def did_you_mean(found: object, known: Iterable[str]) -> str:
     """Return the known name nearest to a wrong one, as a sentence; empty if none is near."""
     from difflib import get_close_matches  # only an error needs it
 
-    if not isinstance(found, str):
+    if type(found) is not str:
         return ""
     by_lower = {name.lower(): name for name in known}
     nearest = get_close_matches(found[:80].lower(), by_lower, n=1, cutoff=0.5)

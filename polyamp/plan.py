@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from polyamp.errors import check_arguments, is_integer
+from polyamp.errors import check_arguments, is_integer, refuses_unreadable
 from polyamp.flow import Decision, Flow, Rule, Value, constant, decide, flow, parameter, table, unused
 from polyamp.policies import Policy
 from polyamp.report import Report, aligned, in_bytes, plural
@@ -132,6 +132,7 @@ class Plan(Report):
     def __str__(self) -> str:
         return f"{self.heading()}\n\n{self.table(rows=20)}"
 
+    @refuses_unreadable
     def table(self, *, rows: int | None = None) -> str:
         """Return an aligned table of so many rows; None shows all."""
         fits = rows is None or (is_integer(rows) and rows >= 0)

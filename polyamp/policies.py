@@ -13,6 +13,7 @@ from polyamp.errors import (
     InvalidValueError,
     check_arguments,
     reading,
+    refuses_unreadable,
     shown,
     unknown_options,
     wrong_type,
@@ -60,6 +61,7 @@ class Policy:
         fits = self.compute != "bfloat16" or not self.loss_scale.dynamic
         check_arguments("policy", [("loss_scale", self.loss_scale, fits, allowed)], what=what)
 
+    @refuses_unreadable
     def decide(self, operation: str, path: str = "") -> Decision:
         """Return the class of a canonical operation at a module or scope path under this policy, and the reason.
 
@@ -110,6 +112,7 @@ class Policy:
         """Whether parameters have 16 bits or fewer, so that the optimizer keeps float32 master weights."""
         return format_of(self.param).is_low
 
+    @refuses_unreadable
     def cast_to_param(self, tree: Tree) -> Tree:
         """Cast the floating-point leaves of a tree, or a module's parameters, to ``param``; leave the rest unchanged.
 
@@ -120,14 +123,17 @@ class Policy:
         """
         return _cast(tree, self.param)
 
+    @refuses_unreadable
     def cast_to_compute(self, tree: Tree) -> Tree:
         """Cast the floating-point leaves of a tree to ``compute``; see `cast_to_param`."""
         return _cast(tree, self.compute)
 
+    @refuses_unreadable
     def cast_to_output(self, tree: Tree) -> Tree:
         """Cast the floating-point leaves of a tree to ``output``; see `cast_to_param`."""
         return _cast(tree, self.output)
 
+    @refuses_unreadable
     def to_fsdp(self, *, reduce: Any = "float32", output: Any = None, cast_forward_inputs: bool = True) -> Any:
         """Return the ``torch.distributed.fsdp.MixedPrecisionPolicy`` of this policy, for ``fully_shard(mp_policy=)``.
 
@@ -177,6 +183,7 @@ class Policy:
         }
 
     @classmethod
+    @refuses_unreadable
     def from_dict(cls, saved: Mapping[str, Any]) -> Policy:
         """Build a policy from the result of `to_dict`.
 
@@ -184,8 +191,7 @@ class Policy:
             InvalidValueError: a field is missing, unknown or out of range.
         """
         wanted = ("name", "param", "compute", "output", "rules", "loss_scale")
-        with reading(saved, where="Policy.from_dict(saved)"):
-            names = list(saved) if isinstance(saved, Mapping) else None
+        names = list(saved) if isinstance(saved, Mapping) else None
         checks = [("saved", names or saved, names is not None and set(names) == set(wanted), ", ".join(wanted))]
         check_arguments("Policy.from_dict", checks, what="a saved policy has exactly these fields")
         return cls(**{**saved, "loss_scale": LossScale.from_dict(saved["loss_scale"])})
@@ -202,6 +208,7 @@ class Policy:
         leave(self)
 
 
+@refuses_unreadable
 def policy(
     spec: Any = None,
     /,
@@ -359,9 +366,9 @@ _BY_WORD = {word: _from_words(read(word, where=""), {}, "") for word in WORDS}
 
 def as_policy(spec: Policy | str) -> Policy:
     """Return ``policy(spec)``, fast for known words: a region may be entered by a word at every step."""
-    if isinstance(spec, Policy):
+    if type(spec) is Policy:
         return spec
-    return (_BY_WORD.get(spec) if isinstance(spec, str) else None) or policy(spec)
+    return (_BY_WORD.get(spec) if type(spec) is str else None) or policy(spec)
 
 
 def _from_policy(spec: Policy, formats: dict[str, str]) -> Policy:

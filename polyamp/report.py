@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import PurePath
 from typing import Any, ClassVar
 
-from polyamp.errors import InvalidValueError, brief, missing
+from polyamp.errors import InvalidValueError, brief, missing, refuses_unreadable
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
@@ -76,6 +76,7 @@ class Report(ABC):
     def __str__(self) -> str:
         return "\n\n".join(filter(None, (self.heading(), self.table(), "\n".join(self.sentences()))))
 
+    @refuses_unreadable
     def save(self, path: str | PathLike[str]) -> None:
         """Write `as_dict` to a JSON file."""
         write_json(self.as_dict(), path)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 from polyamp import adapters
 from polyamp.adapters import Adapter, find_verb, verb_of
-from polyamp.errors import check_arguments, check_callable, not_traced
+from polyamp.errors import check_arguments, check_callable, not_traced, refuses_unreadable
 from polyamp.plan import Plan
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
@@ -81,6 +81,7 @@ def rewrite(
     argnums: int | Sequence[int] | None = None,
     **kwargs: Any,
 ) -> Any: ...
+@refuses_unreadable
 def rewrite(
     fn: Any = None,
     /,
@@ -124,17 +125,19 @@ def rewrite(
     _check_rewritable(fn, own, where="rewrite(fn)")
     if args or kwargs or backend is not None or own is not None:
         found = find_verb("rewrite", backend, (fn, args, kwargs), options, where="rewrite(fn, *args)")
-        chosen = chosen_policy(chosen, "rewrite(fn)")
+        chosen = chosen_policy(chosen, "rewrite(fn)", stacklevel=3)
         try:
             return found(fn, args, kwargs, chosen, **options)
         except RecursionError as error:
             raise too_deep("rewrite(fn, *args)") from error
     named = adapters.adapter_named_in("rewrite", fn)
     if named and getattr(named, "rewrites_unseen", False):  # rewrite now, so that a SavedModel finds the function
-        return verb_of(named, "rewrite", options)(fn, (), {}, chosen_policy(chosen, "rewrite(fn)"), **options)
+        chosen = chosen_policy(chosen, "rewrite(fn)", stacklevel=3)
+        return verb_of(named, "rewrite", options)(fn, (), {}, chosen, **options)
     return RewrittenAtFirstCall(fn, chosen, options)
 
 
+@refuses_unreadable
 def explain(
     fn: Any,
     /,

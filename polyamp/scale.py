@@ -58,14 +58,14 @@ def advance(
         The new state; each field keeps its type. A scale outside the limits starts again at ``init``, and counters stay
         at 2**31 - 1.
     """
-    if not (isinstance(config, LossScale) and isinstance(state, LossScaleState) and callable(where)):
-        checks = [  # type: ignore[unreachable]
-            ("config", config, isinstance(config, LossScale), "a LossScale"),
-            ("state", state, isinstance(state, LossScaleState), "a LossScaleState, such as config.initial_state()"),
+    if not (type(config) is LossScale and type(state) is LossScaleState and callable(where)):
+        checks = [
+            ("config", config, type(config) is LossScale, "a LossScale"),
+            ("state", state, type(state) is LossScaleState, "a LossScaleState, such as config.initial_state()"),
             ("where", where, callable(where), "a select, such as torch.where"),
         ]
         check_arguments("advance", checks, InvalidTypeError)
-    if where is _choose and not isinstance(finite, bool):
+    if where is _choose and type(finite) is not bool:
         try:
             finite = bool(finite)
         except Exception as error:
@@ -156,8 +156,8 @@ class StepResult:
     __slots__ = ("_applied", "_explain", "_state")
 
     def __init__(self, state: LossScaleState, applied: Any = None, explain: Callable[[], str] | None = None) -> None:
-        if not isinstance(state, LossScaleState):
-            checks = [("state", state, False, "a LossScaleState")]  # type: ignore[unreachable]
+        if type(state) is not LossScaleState:
+            checks = [("state", state, False, "a LossScaleState")]
             check_arguments("StepResult", checks, InvalidTypeError)
         self._state = state
         self._applied = applied

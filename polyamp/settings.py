@@ -19,6 +19,7 @@ from polyamp.errors import (
     did_you_mean,
     is_integer,
     is_number,
+    refuses_unreadable,
     wrong_type,
 )
 from polyamp.formats import FORMATS, in_single
@@ -70,6 +71,7 @@ def named_settings(cls: Settings) -> Settings:
     made: Callable[..., None] = cls.__init__
     names = [field.name for field in fields(cls)]
 
+    @refuses_unreadable
     @functools.wraps(made)
     def init(self: Any, *args: Any, **given: Any) -> None:
         unknown = [name for name in given if name not in names]
@@ -182,6 +184,7 @@ class LossScale:
         check_arguments("LossScale", limits)
 
     @classmethod
+    @refuses_unreadable
     def fixed(cls, scale: float) -> LossScale:
         """Return a scale that never changes. A step with non-finite gradients is still skipped.
 
@@ -194,6 +197,7 @@ class LossScale:
         return cls(init=value, min=value, max=value, on_min="ignore")
 
     @classmethod
+    @refuses_unreadable
     def of(cls, value: LossScale | float | str, *, where: str = "LossScale.of(value)") -> LossScale:
         """Return settings unchanged, a number as a fixed scale, and "dynamic" as the defaults, as most libraries do.
 
@@ -241,6 +245,7 @@ class LossScale:
         return cls.fixed(1.0)
 
     @classmethod
+    @refuses_unreadable
     def like(cls, name: str, **changes: Any) -> LossScale:
         """Return the settings with which this rule makes the same updates as another library's.
 
@@ -295,12 +300,14 @@ class LossScale:
         return {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
 
     @classmethod
+    @refuses_unreadable
     def from_dict(cls, settings: Mapping[str, Any]) -> LossScale:
         """Build settings from the result of `to_dict`."""
         checks = [("settings", settings, isinstance(settings, Mapping), "the result of LossScale.to_dict()")]
         check_arguments("LossScale.from_dict", checks, InvalidTypeError)
         return cls(**{str(name): value for name, value in settings.items()})
 
+    @refuses_unreadable
     def to_state_dict(self, state: LossScaleState, *, like: str | None = None) -> dict[str, Any]:
         """Return the state as JSON values, in the form that every framework's adapter saves and loads.
 
@@ -328,6 +335,7 @@ class LossScale:
         report_lost(vars(self), vars(LossScale.like(like)), values, like)
         return saved
 
+    @refuses_unreadable
     def from_state_dict(self, saved: Any) -> LossScaleState:
         """Load a state from `to_state_dict`, or from another library's loss scaler.
 

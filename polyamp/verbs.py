@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from polyamp.adapters import adapter_for, check_options, verb_of
-from polyamp.errors import InvalidTypeError, brief, check_callable, norm_limit
+from polyamp.errors import InvalidTypeError, brief, check_callable, norm_limit, refuses_unreadable
 from polyamp.libraries import library
 from polyamp.policies import Policy, in_policy
 from polyamp.policies import policy as make_policy
@@ -88,6 +88,7 @@ def wrap_optimizer(
 ) -> optax.GradientTransformationExtraArgs: ...
 @overload
 def wrap_optimizer(optimizer: object, policy: Policy | str | None = None, **options: Any) -> Any: ...
+@refuses_unreadable
 def wrap_optimizer(
     optimizer: Any,
     policy: Policy | str | None = None,
@@ -177,6 +178,7 @@ def _check_made(optimizer: object) -> None:
     )
 
 
+@refuses_unreadable
 def convert(model: Object, policy: Policy | str | None = None, *, backend: str | None = None) -> Object:
     """Set a model to a policy: a torch module's stored parameters, or a built Keras model's layer policies.
 
@@ -203,6 +205,7 @@ def convert(model: Object, policy: Policy | str | None = None, *, backend: str |
     return converted
 
 
+@refuses_unreadable
 def scale_loss(loss: Object, holder: Any) -> Object:
     """Return the loss in float32 times the current loss scale.
 
@@ -219,6 +222,7 @@ def scale_loss(loss: Object, holder: Any) -> Object:
     return adapter.scale_loss(loss, holder)
 
 
+@refuses_unreadable
 def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
     """Return the loss-scale state of a wrapped optimizer (JAX: of its state) as JSON, the same in all frameworks.
 
@@ -248,6 +252,7 @@ def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
     return settings.to_state_dict(state, like=like)
 
 
+@refuses_unreadable
 def load_loss_scale(holder: Object, saved: Any) -> Object:
     """Continue from a loss-scale state saved by `save_loss_scale` or by another library, in this framework or another.
 
@@ -260,6 +265,7 @@ def load_loss_scale(holder: Object, saved: Any) -> Object:
     return adapter_for(None, holder, where="load_loss_scale(holder)").load_loss_scale(holder, saved)
 
 
+@refuses_unreadable
 def value_and_grad(
     fun: Callable[P, T],
     policy: Policy | str | None = None,

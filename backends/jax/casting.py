@@ -33,8 +33,8 @@ def dtype_of(format_name: str) -> np.dtype[Any]:
 
 
 def is_array(leaf: object) -> TypeGuard[Any]:
-    """Return whether a leaf is a JAX (also traced) or NumPy array or a NumPy scalar; Python numbers are not."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    """Return whether a leaf is a JAX (also traced) or NumPy array, or a NumPy scalar, of numbers that JAX computes."""
+    return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray | np.generic) and leaf.dtype.kind not in "OSUMm")
 
 
 def is_floating(leaf: object) -> TypeGuard[Any]:
@@ -64,16 +64,18 @@ def name_of(path: Any) -> str:
 
 @contextmanager
 def fitting(first: Any, second: Any, *, where: str, names: tuple[str, str], fix: str) -> Iterator[None]:
-    """Refuse two pytrees whose leaves differ, and name all differences; None in the first one fits any leaf."""
+    """Refuse two pytrees whose leaves differ, and name all differences; None fits any leaf, but not all of them."""
     # Missing leaves are refused only if the code inside fails: ``optax.lookahead`` takes gradients of a part of its
     # parameters.
     check_tree((first, second), where=where)
     found = (jax.tree.leaves_with_path(tree, is_leaf=_is_none) for tree in (first, second))
     own, other = ({name_of(path): _kind(leaf) for path, leaf in leaves} for leaves in found)
     pairs = {name: (own.get(name, "nothing"), other.get(name, "nothing")) for name in {**own, **other}}
-    unlike = [name for name, (one, two) in pairs.items() if one != "None" and (one != two or one.startswith("a "))]
+    is_empty = not {*own.values()} - {"None"} and bool({*other.values()} - {"None"})
+    compared = {name: kinds for name, kinds in pairs.items() if is_empty or kinds[0] != "None"}
+    unlike = [name for name, (one, two) in compared.items() if one != two or one.startswith("a ")]
     try:
-        if unlike and own.keys() == other.keys():
+        if is_empty or (unlike and own.keys() == other.keys()):
             raise TypeError("leaves differ")
         yield
     except Exception as error:

@@ -177,6 +177,9 @@ class Step:
         """Return the new parameters and the new state, with one conditional around update and apply."""
         check_tree((grads, state, params), where="apply_gradients(tx, grads, opt_state, params)")
         trained = trainable(params)
+        if jax.tree.leaves(grads) and not jax.tree.leaves(trained):
+            where, allowed = "apply_gradients(tx, grads, opt_state, params)", "a pytree with floating-point arrays"
+            raise wrong_type(params, where=where, allowed=allowed, fix=_GRADIENTS, what="no parameter to update")
 
         def moved(updates: Any, full: Any) -> Any:
             return jax.tree.map(lambda value, param: value.astype(param.dtype), full, trained)

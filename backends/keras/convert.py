@@ -17,10 +17,11 @@ from polyamp.backends.keras.native import CASTABLE
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, kind_of, warn_once
 from polyamp.formats import format_of
 from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.regions import report_nothing_lowered, report_unused
 
 
-def convert(model: Any, policy: Policy) -> Any:
+def convert(model: Any, policy: Policy | str) -> Any:
     """Set the format in which each layer of a built model computes; functions that ``fit`` compiled are made again.
 
     Layers compute in ``policy.compute``, except those that the rules keep in float32 (softmax) and, if
@@ -43,7 +44,7 @@ def convert(model: Any, policy: Policy) -> Any:
 
     Args:
         model: functional, sequential or subclassed; changed in place.
-        policy: its ``param`` must be the format in which the variables are stored.
+        policy: a policy or its name; its ``param`` must be the format in which the variables are stored.
 
     Returns:
         The same model.
@@ -55,6 +56,7 @@ def convert(model: Any, policy: Policy) -> Any:
             place; or Keras has no dtype policy for these formats. Nothing is changed.
     """
     _check_model(model)
+    policy = make_policy(policy)
     parts = parts_of(model, policy)
     _check_storage(parts, policy)
     set_formats(parts, policy)

@@ -15,6 +15,7 @@ from polyamp.backends.torch.modules import kept_by_authors, operation_of
 from polyamp.errors import InvalidTypeError, kind_of, warn_once
 from polyamp.flow import unused
 from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.regions import report_unused
 
 # Their kernels take 16-bit data with float32 parameters and statistics, on every device.
@@ -39,7 +40,7 @@ class _Part(NamedTuple):
     op_class: str
 
 
-def convert(model: nn.Module, policy: Policy) -> nn.Module:
+def convert(model: nn.Module, policy: Policy | str) -> nn.Module:
     """Store floating parameters and buffers in ``policy.param``, except in modules that the rules keep in float32.
 
     A module is kept in float32 by the table (norms), by a rule for its path, or by its authors
@@ -56,8 +57,8 @@ def convert(model: nn.Module, policy: Policy) -> nn.Module:
     Args:
         model: the model, which is changed in place. Convert it before its optimizer is wrapped, which then gets master
             weights.
-        policy: the policy. One that stores parameters in float32 changes nothing; if it is a mixed one, a warning
-            points to autocast.
+        policy: a policy or its name. One that stores parameters in float32 changes nothing; if it is a mixed one, a
+            warning points to autocast.
 
     Raises:
         InvalidTypeError: ``model`` is not a `torch.nn.Module`.
@@ -70,6 +71,7 @@ def convert(model: nn.Module, policy: Policy) -> nn.Module:
             allowed="an instance of torch.nn.Module",
             fix="pass the model itself; policy.cast_to_param(tree) casts arrays",
         )
+    policy = make_policy(policy)
     parts = list(_parts(model, policy))
     for module in model.modules():
         for handle in module.__dict__.pop(_HOOKS, ()):

@@ -51,6 +51,7 @@ from polyamp.backends.torch.sharding import check_groups
 from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced, note_step
 from polyamp.errors import (
     InvalidValueError,
+    kind_of,
     no_method,
     no_optimizer,
     unknown_options,
@@ -234,14 +235,16 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         return self.scaler.of(loss_id).scale(loss, process_group=self.process_group, by=self)
 
     @not_traced
-    def backward(self, loss: Tensor, loss_id: Hashable = None, **options: Any) -> None:
+    def backward(self, loss: Tensor, loss_id: Hashable = None, *more: Any, **options: Any) -> None:
         """Call ``scale(loss, loss_id).backward(**options)``. Gradients of several calls add up until `zero_grad`.
 
         Raises:
             UsageError: the gradients of the last step were not cleared.
         """
-        if options and (unknown := [name for name in options if name not in _OF_BACKWARD]):
-            raise unknown_options(unknown, _OF_BACKWARD, where="opt.backward(loss)")
+        if more or options:
+            unknown = [*map(kind_of, more), *(name for name in options if name not in _OF_BACKWARD)]
+            if unknown:
+                raise unknown_options(unknown, _OF_BACKWARD, where="opt.backward(loss, loss_id)")
         if self.witness.is_consumed and self.checks:
             raise refusals.not_cleared(where="backward(loss)")
         self.scale(loss, loss_id).backward(**options)

@@ -56,11 +56,14 @@ def load(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
     plain = _is_plain(saved)
     scales = _scales(optimizer, saved)
     own = {key: value for key, value in saved.items() if key not in _OURS}
-    before = vars(optimizer.inner).copy()
+    before, groups = vars(optimizer.inner).copy(), optimizer.inner.param_groups
     try:
         optimizer.inner.load_state_dict({**own, "state": {**saved["state"]}})  # ZeroRedundancyOptimizer changes it
         _keep_dtypes(optimizer.inner, saved, widened=plain and optimizer.masters is not None)
         _check_moments(optimizer.inner)
+        for old, new in zip(groups, optimizer.inner.param_groups, strict=True):
+            if lacking := optimizer.inner.defaults.keys() & old.keys() - new.keys():
+                raise bad_state("a saved parameter group lacks options", ", ".join(sorted(lacking)), "all of them", FIX)
     except Exception as error:  # torch assigns the state, and then converts what the optimizer needs of it
         vars(optimizer.inner).update(before)
         if isinstance(error, StateError):

@@ -13,7 +13,7 @@ from typing import Any
 from polyamp.diagnosis.diagnose import Verdict, diagnose
 from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.diagnosis.spread import Window
-from polyamp.errors import InvalidTypeError, check_arguments, reading
+from polyamp.errors import InvalidTypeError, check_arguments, reading, refuses_unreadable
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report, plural, power
@@ -70,6 +70,7 @@ class Calibration(Report):
         return [*(rules if self.rules else []), scales, *left[:1]]
 
 
+@refuses_unreadable
 def calibrate(
     fn: Any, batches: Iterable[Any], policy: Policy | str | None = None, *, backend: str | None = None, **kwargs: Any
 ) -> Calibration:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from polyamp.diagnosis.equivalence import FEWEST_TO_AGREE, Difference, alpha_at, paired, seeds_to_tell, unpaired
+from polyamp.errors import refuses_unreadable
 from polyamp.report import Report, figure_for, finite, plural, save_figure
 
 if TYPE_CHECKING:
@@ -283,6 +284,7 @@ class Parity(Report):
                 yield f"This task cannot tell: no negative control of {one.name} failed: {listed}."
                 yield "A smaller margin, a smaller learning rate or more steps may tell."
 
+    @refuses_unreadable
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw every seed's difference from float32, the mean with its interval, and the margin, into an image file.
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from polyamp.diagnosis.probe import Probe, record, sixteen_bit, written
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, Observation, Recording, Rounding, rounding
+from polyamp.errors import refuses_unreadable
 from polyamp.formats import format_of
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
@@ -267,6 +268,7 @@ def _row(one: Observation, name: str, is_first: bool) -> tuple[str, ...]:
     return one.kind, name, one.format, largest, headroom, "<- the first" if is_first else ""
 
 
+@refuses_unreadable
 def diagnose(
     step: Any,
     /,

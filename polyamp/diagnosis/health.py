@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from polyamp.adapters import adapter_for
-from polyamp.errors import InvalidTypeError, check_arguments, reading
+from polyamp.errors import InvalidTypeError, check_arguments, refuses_unreadable
 from polyamp.report import Report, finite, power
 from polyamp.settings import LossScale, LossScaleState
 
@@ -198,6 +198,7 @@ class Health(Report):
         return LOWEST_USEFUL if window is None else window.low
 
 
+@refuses_unreadable
 def health(holder: Any, probe: Probe | None = None) -> Health:
     """Report how training with a loss scale is going: steps, skips and why, the scale, and whether to worry.
 
@@ -220,8 +221,7 @@ def health(holder: Any, probe: Probe | None = None) -> Health:
         InvalidTypeError: ``holder`` has no loss scale, or ``probe`` is not a probe.
         UsageError: in JAX, the pytree has no such state, or several.
     """
-    with reading(probe, where="health(probe=)"):
-        fits = probe is None or hasattr(probe, "window")
+    fits = probe is None or hasattr(probe, "window")
     check_arguments("health", [("probe", probe, fits, "the result of polyamp.probe, or None")], InvalidTypeError)
     adapter = adapter_for(None, holder, where="health(holder)")
     settings, counters = adapter.loss_scale_of(holder)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from polyamp.adapters import find_verb
 from polyamp.diagnosis.probe import sixteen_bit
-from polyamp.errors import check_count
+from polyamp.errors import check_count, refuses_unreadable
 from polyamp.flow import AS_WRITTEN
 from polyamp.formats import format_of
 from polyamp.policies import Policy
@@ -161,6 +161,7 @@ class Findings(Report):
         return "\n\n".join(paragraphs)
 
 
+@refuses_unreadable
 def lint(
     target: Any,
     /,

@@ -36,7 +36,7 @@ from polyamp.errors import (
     is_integer,
     is_number,
     kind_of,
-    reading,
+    refuses_unreadable,
     shown,
     warn_once,
 )
@@ -62,6 +62,7 @@ LOWER = frozenset((
 _FORMS = 'a number; {"accuracy": number, ...}; or one of the two and the wrapped optimizer (JAX: its state) in a tuple'
 
 
+@refuses_unreadable
 def parity(
     train: Callable[..., Any],
     policy: Policy | str | Sequence[Policy | str] | None = None,
@@ -271,15 +272,13 @@ def _checked(
     reference: Sequence[float] | None,
 ) -> list[Policy]:
     """Return the policies, once every argument is known to be right."""
-    with reading(policy, where="parity(policy=)"):
-        given = list(policy) if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy]
+    given = list(policy) if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy]
     chosen = list(dict.fromkeys(map(sixteen_bit, given)))
     check_count("seeds", seeds, where="parity(seeds=)")
     check_range("seeds", seeds, FIRST_LOOK, 10_000, where="parity(seeds=)")
     check_range("alpha", alpha, 1e-6, 0.49, where="parity(alpha=)")
     are_low = bool(chosen) and all(format_of(one.compute).is_low for one in chosen)
-    with reading(reference, where="parity(reference=)"):
-        are_numbers = isinstance(reference, Collection) and len(reference) > 1 and all(map(_is_finite, reference))
+    are_numbers = isinstance(reference, Collection) and len(reference) > 1 and all(map(_is_finite, reference))
     checks = [
         ("policy", list(map(str, chosen)), are_low, "policies of 16 bits; float32 is trained in any case"),
         ("first_seed", first_seed, is_integer(first_seed) and abs(first_seed) < 2**63, "an integer of 64 bits"),

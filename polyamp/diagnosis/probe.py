@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from polyamp.adapters import find_verb
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording, Rounding, rounding
 from polyamp.diagnosis.spread import Window
-from polyamp.errors import check_callable, check_range
+from polyamp.errors import check_callable, check_range, refuses_unreadable
 from polyamp.formats import format_of
 from polyamp.policies import Policy, current_policy
 from polyamp.policies import policy as make_policy
@@ -158,6 +158,7 @@ class Probe(Report):
             "largest_scale": finite(spread.largest_scale(self.format)),
         }
 
+    @refuses_unreadable
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw a heat map of all tensors over powers of two, with the format's limits, into an image file."""
         from polyamp.diagnosis.pictures import draw_probe
@@ -275,6 +276,7 @@ def makers(observations: Iterable[Observation]) -> Sequence[Observation]:
     return [one for one in each if one.op_class == "lower"] or each
 
 
+@refuses_unreadable
 def probe(
     step: Any,
     /,

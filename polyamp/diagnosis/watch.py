@@ -10,13 +10,22 @@ from typing import Any, TypeVar
 from polyamp import adapters
 from polyamp.diagnosis.diagnose import Verdict, diagnose
 from polyamp.diagnosis.health import Health, health
-from polyamp.errors import InvalidTypeError, PolyampError, UsageError, check_callable, check_count, warn_once
+from polyamp.errors import (
+    InvalidTypeError,
+    PolyampError,
+    UsageError,
+    check_callable,
+    check_count,
+    refuses_unreadable,
+    warn_once,
+)
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
 
+@refuses_unreadable
 def watch(
     step: Step,
     holder: Any = None,

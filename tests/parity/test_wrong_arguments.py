@@ -33,9 +33,15 @@ class Hostile:
     __repr__ = raising
 
 
-def hostile(base: type, method: str) -> Any:
-    kind = type("Hostile", (base,), {method: raising})
-    return kind.__new__(kind)
+def hostile(base: type, *methods: str, value: Any = None, is_property: bool = False) -> Any:
+    kind = type("Hostile", (base,), dict.fromkeys(methods, property(raising) if is_property else raising))
+    return kind.__new__(kind) if value is None else base.__new__(kind, value)
+
+
+class Slow:
+    def __repr__(self) -> str:
+        time.sleep(2)
+        return "slow"
 
 
 class Huge:
@@ -77,11 +83,21 @@ WRONG: dict[str, Callable[[], Any]] = {
     "within itself": within_itself,
     "hostile": Hostile,
     "hostile inside": lambda: {"a": [Hostile()]},
+    "hostile class": lambda: hostile(object, "__class__", is_property=True),
     "hostile attributes": lambda: hostile(object, "__getattr__"),
-    "hostile length": lambda: hostile(list, "__len__"),
+    "hostile attribute": lambda: hostile(object, "__getattribute__"),
+    "hostile comparison": lambda: hostile(object, "__eq__", "__hash__", "__bool__"),
+    "hostile list": lambda: hostile(list, "__len__", "__iter__", "__getitem__"),
     "hostile items": lambda: hostile(list, "__iter__"),
     "hostile values": lambda: hostile(dict, "values"),
-    "hostile string": lambda: type("Text", (str,), {"__repr__": Hostile.__repr__})("fp16"),
+    "hostile mapping": lambda: hostile(dict, "__getitem__", "__iter__", "__len__", "items", "keys", "values", "get"),
+    "hostile string": lambda: hostile(str, "__repr__", "__str__", "__format__", value="fp16"),
+    "hostile word": lambda: hostile(str, "__eq__", "__hash__", value="fp16"),
+    "hostile text": lambda: hostile(str, "lower", "strip", "partition", "__getitem__", "__len__", value="fp16"),
+    "hostile number": lambda: hostile(float, "__lt__", "__le__", "__gt__", "__ge__", "__eq__", value=2.0),
+    "hostile count": lambda: hostile(int, "__lt__", "__le__", "__gt__", "__ge__", "__eq__", value=2),
+    "odd module": lambda: type("Odd", (), {"__module__": None})(),
+    "slow": Slow,
     "huge": Huge,
     "long": lambda: "x" * 10**6,
     "large": lambda: 10**5000,

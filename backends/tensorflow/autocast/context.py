@@ -26,10 +26,11 @@ from polyamp.backends.tensorflow.autocast.lowering import (
 )
 from polyamp.backends.tensorflow.graphs.capture import check_format
 from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 
 
 @contextmanager
-def autocast_context(policy: Policy) -> Iterator[None]:
+def autocast_context(policy: Policy | str) -> Iterator[None]:
     """Run operations of class ``lower`` in the policy's ``compute`` format; a float32 policy disables this.
 
     It applies to eager code and to functions that are traced inside. A ``tf.function`` keeps one trace for each policy,
@@ -51,9 +52,9 @@ def autocast_context(policy: Policy) -> Iterator[None]:
     whole graph instead.
 
     Args:
-        policy: its ``compute`` format and its rules, by operation and by name scope (each Keras layer opens one). An
-            operation without a kernel for the format on its device runs in float32. Inputs of other types stay as the
-            user wrote them.
+        policy: a policy or its name. Its ``compute`` format and its rules are used, by operation and by name scope
+            (each Keras layer opens one). An operation without a kernel for the format on its device runs in float32.
+            Inputs of other types stay as the user wrote them.
 
     Raises:
         UnsupportedError: the format is not float32 or a 16-bit float, nor tensorfloat32 while TensorFlow has it
@@ -63,7 +64,7 @@ def autocast_context(policy: Policy) -> Iterator[None]:
         PolyampWarning: TensorFlow ran inside, and nothing was ever lowered under this policy; or the path of a rule
             matched nothing.
     """
-    lowering = lowering_of(policy)
+    lowering = lowering_of(make_policy(policy))
     before = unstable.newest_tensor()
     with entered(lowering):
         yield

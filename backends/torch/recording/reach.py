@@ -107,7 +107,7 @@ _OTHERS = frozenset({*sys.stdlib_module_names, "torch", "polyamp", "numpy", "bui
 
 
 def _is_users(module: str | None) -> bool:
-    return (module or "").partition(".")[0] not in _OTHERS
+    return str(module or "").partition(".")[0] not in _OTHERS
 
 
 # Names of leaves.

@@ -155,6 +155,27 @@ def test_a_tree_that_no_walk_comes_to_the_end_of_is_refused(verb: str, kind: str
         WALKS[verb](endless(kind))
 
 
+OBJECTS = {"w": np.array([object(), None])}
+MISSING = {
+    "update of nothing": lambda: TX.update(None, STATE, PARAMS),
+    "nothing to apply": lambda: amp.apply_gradients(TX, None, STATE, PARAMS),
+    "no gradients": lambda: amp.apply_gradients(TX, {"w": None}, STATE, PARAMS),
+    "optax": lambda: amp.apply_gradients(optax.sgd(0.1), {}, optax.sgd(0.1).init(PARAMS), PARAMS),
+    "no updates": lambda: amp.apply_updates(PARAMS, None),
+    "no parameters": lambda: amp.apply_gradients(TX, PARAMS, STATE, None),
+    "numbers as parameters": lambda: amp.apply_gradients(TX, PARAMS, STATE, {"w": 1.0}),
+    "objects as gradients": lambda: TX.update(OBJECTS, STATE, PARAMS),
+    "objects as updates": lambda: amp.apply_updates(PARAMS, OBJECTS),
+    "objects as parameters": lambda: amp.apply_updates(OBJECTS, PARAMS),
+}
+
+
+@pytest.mark.parametrize("kind", MISSING)
+def test_gradients_and_updates_that_are_missing_are_not_a_step_of_nothing(kind: str) -> None:
+    with pytest.raises(polyamp.PolyampError, match=r"do not have the structure|no parameter to update"):
+        MISSING[kind]()
+
+
 WITHOUT = """
 import sys
 sys.modules.update(optax=None, flax=None, equinox=None)

@@ -30,7 +30,7 @@ BF16, FP16, FULL = map(polyamp.policy, ("mixed_bfloat16", "mixed_float16", "floa
 
 @contextmanager
 def under(spec: str | polyamp.Policy, **changes: Any) -> Iterator[None]:
-    with autocast_context(polyamp.policy(spec, **changes)):
+    with autocast_context(polyamp.policy(spec, **changes) if changes else spec):
         yield
 
 

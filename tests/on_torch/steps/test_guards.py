@@ -440,6 +440,7 @@ DEEP = functools.reduce(lambda tree, _: [tree], range(3000), torch.ones(()))
         (lambda opt: opt.scale(torch.ones(()), loss_id=[]), "loss_id="),
         (lambda opt: opt.scale(DEEP), "nested too deeply"),
         (lambda opt: opt.backward(torch.ones(()), retain=True), "did you mean retain_graph"),
+        (lambda opt: opt.backward(torch.ones(()), None, True), "builtins.bool"),
         (lambda opt: opt.update(), "leave it out: step"),
         (lambda opt: polyamp.wrap_optimizer(opt.inner, "fp16", named_parameters=3), "named_parameters="),
         (lambda opt: polyamp.wrap_optimizer(opt.inner, "fp16", named_parameters=[torch.ones(1)]), "named parameters"),

@@ -134,6 +134,7 @@ def test_moments_of_16_bits_become_the_parameters_format_and_say_so(before: torc
         ({"master_weights": {0: 3}}, "master weights"),
         ({"master_weights": {"rounds": 3, "draws": 0}}, "master weights"),
         ({"master_weights": {0: torch.ones(2)}}, "master weights"),
+        ({"options": {"lr"}}, "lacks options"),
         ({"moments": {"exp_avg": torch.ones(7)}}, "does not fit its parameter"),
         ({"moments": {"exp_avg_sq": "text"}}, "does not fit its parameter"),
         ({"moments": {"step": None, "exp_avg": torch.tensor(7.0)}}, "cannot load this state"),
@@ -147,6 +148,8 @@ def test_bad_states_change_nothing(change: dict[str, Any], message: str) -> None
     train(other_net, other)
     state = other.state_dict()
     state["state"][0] |= change.get("moments", {})
+    for option in change.get("options", ()):
+        del state["param_groups"][0][option]
     state = {key: value for key, value in {**state, **change}.items() if value is not ABSENT}
     with pytest.raises(polyamp.errors.StateError, match=message):
         opt.load_state_dict(state)

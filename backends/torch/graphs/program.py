@@ -24,6 +24,7 @@ from polyamp.backends.torch.graphs.writing import Attributes
 from polyamp.errors import InvalidTypeError, kind_of
 from polyamp.plan import Decider, Plan, PlannedOperation
 from polyamp.policies import Policy
+from polyamp.trees import check_tree
 
 
 class Program:
@@ -40,6 +41,7 @@ class Program:
         name: str = "0",
     ) -> None:
         check_no_autocast()
+        check_tree((args, kwargs), "the arguments of a rewritten function", deepest=200)
         check_arguments(fn, pytree.tree_leaves((args, kwargs)))
         self.name, self.mode = name, mode_of(root)
         captured = capture(fn, args, kwargs)

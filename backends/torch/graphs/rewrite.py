@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from polyamp.backends.torch import unstable
@@ -32,6 +32,7 @@ from polyamp.plan import Decider, Plan
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.regions import report_nothing_lowered, report_refused, report_unused
+from polyamp.trees import check_tree
 
 
 def rewrite(
@@ -117,6 +118,7 @@ def explain(
             allowed="rewrite, autocast",
             fix='leave it out, or use engine="autocast" for a plan of polyamp.autocast',
         )
+    check_tree((inputs, kwargs), "explain(fn, *args)", deepest=200)
     if engine == "autocast":
         return plan_of_run(fn, inputs, kwargs, chosen)
     check_no_autocast()
@@ -218,6 +220,8 @@ class Rewritten(GraphModule):
         there = [number for number, program in enumerate(self.programs) if program.mode == mode]
         if torch.compiler.is_compiling():
             return there[0] if there else None
+        if not all(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
+            check_tree((args, kwargs), "a rewritten function", deepest=200)  # the next line goes along every path
         leaves, spec = pytree.tree_flatten((args, kwargs))
         return next((number for number in there if self.programs[number].fits(leaves, spec)), None)
 

@@ -234,3 +234,14 @@ def test_what_computes_nothing_is_a_graph_too() -> None:
     with pytest.warns(polyamp.PolyampWarning, match="changed nothing"):
         rewritten = rewrite(lambda x: (x, 3), X, policy="mixed_bfloat16")
     assert torch.equal(rewritten(X)[0], X)
+
+
+@pytest.mark.parametrize("verb", [polyamp.explain, explain, rewrite])
+def test_arguments_that_share_parts_many_times_over_are_refused_at_once(verb: Callable[..., Any]) -> None:
+    tree: Any = X
+    for _ in range(40):
+        tree = [tree, tree]
+    with pytest.raises(InvalidTypeError, match="share parts"):
+        verb(lambda tree: X @ X.T, tree, policy="mixed_bfloat16")
+    with pytest.raises(InvalidTypeError, match="share parts"):
+        rewrite(lambda tree: X @ X.T, [X], policy="mixed_bfloat16")(tree)

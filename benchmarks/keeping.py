@@ -25,6 +25,8 @@ from interleave import Timing, console
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from polyamp.operations import RULE_VERSION
+
 RESULTS = Path(os.environ.get("POLYAMP_RESULTS") or Path(__file__).parent / "results").absolute()
 DRIVER = Path("/proc/driver/nvidia")
 NO_MEMORY = ("OutOfMemoryError", "RESOURCE_EXHAUSTED")
@@ -33,8 +35,12 @@ Row = dict[str, Any]
 
 
 def keep(name: str, versions: dict[str, str], numbers: dict[str, Any]) -> Path:
-    """Write ``<name>.json``: the machine, the versions and the numbers."""
-    return write(name, {"machine": machine(), "versions": versions, **numbers})
+    """Write ``<name>.json``: the machine, the versions, also that of the flow rule, and the numbers."""
+    return write(name, {**_measured_with(versions), **numbers})
+
+
+def _measured_with(versions: dict[str, str]) -> dict[str, Any]:
+    return {"machine": machine(), "versions": {**versions, "flow rule": RULE_VERSION}}
 
 
 def write(name: str, content: dict[str, Any]) -> Path:
@@ -135,7 +141,7 @@ def _covers(left_out: tuple[Any, ...], case: tuple[Any, ...]) -> bool:
 def earlier_result(name: str, versions: dict[str, str]) -> Row:
     """Read what was kept before, if it is of the same versions and the same machine; else return an empty dict."""
     earlier = read(name)
-    return earlier if (earlier.get("machine"), earlier.get("versions")) == (machine(), versions) else {}
+    return earlier if _measured_with(versions).items() <= earlier.items() else {}
 
 
 def publish(name: str, timings: list[Timing], versions: dict[str, str]) -> None:

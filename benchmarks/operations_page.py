@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from polyamp.operations import CLASSES, OPERATIONS, SOURCES, TABLE_VERSION
+from polyamp.operations import CLASSES, OPERATIONS, RULE_VERSION, SOURCES
 
 PAGE = Path(__file__).parents[1] / "docs" / "operations.md"
 HEAD = f"""# The operations
 
-This is version {TABLE_VERSION} of the default table: the class of each operation, in every framework. A policy's own
-rules come first: `polyamp.policy("mixed_float16", rules={{"softmax": "lower"}})`. This page is written by
-`benchmarks/operations_page.py`, from `polyamp/operations.py`.
+This is version {RULE_VERSION} of the flow rule and of its default table: the class of each operation, in every
+framework. A policy's own rules come first: `polyamp.policy("mixed_float16", rules={{"softmax": "lower"}})`. This page
+is written by `benchmarks/operations_page.py`, from `polyamp/operations.py`.
 
 If a source puts an operation into another class, that class is in brackets.
 """

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from polyamp.errors import InvalidValueError
 
-TABLE_VERSION = 3
+RULE_VERSION = 4
+"""The version of the flow rule and of this table, which published numbers carry."""
 
 CLASSES: dict[str, str] = {
     "lower": "runs in the compute format: Tensor Core work",

@@ -21,6 +21,7 @@ from polyamp.backends.tensorflow.graphs.graph import (
     Port,
     Scopes,
     closes_loop,
+    is_gradient,
 )
 from polyamp.backends.tensorflow.graphs.norms import fused
 from polyamp.backends.tensorflow.graphs.parts import parts_of
@@ -244,7 +245,8 @@ class Pass:
         for value, known in zip(node.outputs, decided.results, strict=True):
             number = self._numbers[value]
             is_constant = self._numbering.is_constant(number)
-            if is_constant and known.dtype == FLOAT32 and not known.value.unfit:
+            is_backward = node.name in self.parts.backward
+            if is_constant and known.dtype == FLOAT32 and not known.value.unfit and not is_backward:
                 known = known._replace(value=self._value_of_constant(decided, known.value))
             self.known[value] = known._replace(is_constant=is_constant)
             self._equal.setdefault((number, known.dtype), value)
@@ -289,9 +291,11 @@ class Pass:
         """Return the canonical name of a node's operation, given its operands."""
         operation = OPERATIONS.get(node.op, node.op)
         if operation in ("mul", "div"):
-            is_again = self._divides_again(node)
+            if self._divides_again(node):
+                return "reciprocal"
             first, second = (self._numbers.get(value, -1) for value in node.inputs)
-            return "reciprocal" if is_again else self._numbering.specific(operation, first, second)
+            specific = self._numbering.specific(operation, first, second)
+            return "square" if specific == "mul" and self._doubles(node, first, second) else specific
         if operation in ("scatter", "scatter_add") and node.name in self.parts.backward:
             return "sum"  # it adds the gradients of everything that was gathered from one place
         is_expanded = _EXPANDED in f"{self.scopes.path}/{node.name}" and operation in CLASSES
@@ -308,6 +312,13 @@ class Pass:
             return False
         return self._numbers[before.inputs[1]] == self._numbers[node.inputs[1]]
 
+    def _doubles(self, node: Node, first: int, second: int) -> bool:
+        """Return whether a node is the factor ``2 * x`` of a square's derivative, as large as it."""
+        if node.name not in self.parts.backward or not self._numbering.is_constant(second):
+            return False
+        maker = self.graph.maker.get(node.inputs[0])
+        return not self._numbering.is_constant(first) and (maker is None or maker.name not in self.parts.backward)
+
     def _outcome(self, node: Node, operation: str, decision: Decision, inputs: tuple[Value, ...]) -> Flow:
         is_backward = node.name in self.parts.backward
         is_product = decision.reason == TABLE and node.op in _SATURATED_GRADIENTS
@@ -316,7 +327,8 @@ class Pass:
         else:
             held = next((self._looked[one] for one in node.outputs if one in self._looked), "")
             outcome = self.rules.decider.flow(operation, decision, inputs, gradient=is_backward, held=held)
-        if is_product and outcome.output.state == "low" and node.inputs[0] in self._unrounded:
+        compares = operation == "compare" and is_gradient(node.name)  # as the derivative of a maximum does
+        if (is_product or compares) and outcome.output.state == "low" and node.inputs[0] in self._unrounded:
             return Flow("float32", outcome.output, "like its forward operation", ("saturated",))
         if is_backward and outcome.format == "float32" and outcome.output.state == "strong":
             return outcome._replace(anew=(*outcome.anew, "saturated"))  # like the operation that made the gradient

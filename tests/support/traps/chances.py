@@ -21,6 +21,12 @@ def binary_cross_entropy_by_hand(ops: Any, w: Any, x: Any, hits: Any) -> Any:
     return -ops.mean(hits * ops.log(p + 1e-8) + (1 - hits) * ops.log(1 - p + 1e-8))
 
 
+@trap("1 - p is 0 where p rounds to 1, and so is the derivative of its maximum", EYE, LOGITS)
+def inverse_of_a_sigmoid(ops: Any, w: Any, x: Any) -> Any:
+    p = ops.sigmoid(ops.matmul(x, w))
+    return ops.log(ops.at_least(p, 1e-5) / ops.at_least(1 - p, 1e-5))
+
+
 @trap("1e-12 is lost; a gradient of 1e11 meets a derivative of 1e-11", eye(2), LOGITS)
 def log_of_sigmoid_and_epsilon(ops: Any, w: Any, x: Any) -> Any:
     return ops.log(ops.sigmoid(ops.matmul(x, w)) + 1e-12)

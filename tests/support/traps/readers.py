@@ -109,6 +109,13 @@ def discounted_sums(ops: Any, w: Any, x: Any) -> Any:
     return ops.cumsum(ops.matmul(x, w) * decays) / decays
 
 
+@trap("two roundings of one gradient, which cancel in a softmax's derivative if they are equal", eye(4), X)
+def attention_of_sums(ops: Any, w: Any, x: Any) -> Any:
+    y = ops.matmul(x, w)
+    total = ops.sum(y, -1)
+    return ops.matmul(ops.softmax(total + ops.swapped(total)), y)
+
+
 @trap("x^2 + y^2, which a derivative has, is beyond float16", eye(256), X, Z)
 def angle_of_large(ops: Any, w: Any, x: Any, z: Any) -> Any:
     return ops.atan2(ops.matmul(x, w), ops.matmul(z, w))

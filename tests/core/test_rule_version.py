@@ -1,0 +1,52 @@
+"""Published numbers are of today's rule, or marked: results carry its version, and the version moves with the rule."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from polyamp.flow import Value, decide, flow
+from polyamp.operations import OPERATIONS, RULE_VERSION
+from polyamp.readers import ACCUMULATES, READ_IN_FULL
+from support.flow_cases import COMPUTE, LOW, MIXES, STRONG, WEAK
+
+ROOT = Path(__file__).parents[2]
+DEPENDING = ("traps_cpu", "torch_rewrite_cpu", "jax_autocast_cpu", "jax_gpu_compiled_h200", "tensorflow_rewrite_cpu")
+DIGESTS = {4: "54328722c1d22e62"}  # never change one: a rule that decides differently is a new version
+
+pytestmark = pytest.mark.once
+
+ROLES: dict[Value, tuple[str, ...]] = {
+    LOW: ("normalized", "saturated", "pointwise", "average"),
+    STRONG: ("sum", "statistic", "root", "reciprocal root"),
+    WEAK: ("table", "weights"),
+}
+WITH_ROLES = [value._replace(role=role) for value, roles in ROLES.items() for role in roles]
+
+
+def digest() -> str:
+    mixes = [*(mix for mix in MIXES if len(mix) < 3), *itertools.product([*WITH_ROLES, WEAK, LOW, STRONG], repeat=2)]
+    asked = ("", READ_IN_FULL, ACCUMULATES)
+    found = sha256()
+    for operation, compute in itertools.product(sorted(OPERATIONS), COMPUTE):
+        decision = decide((), operation)
+        for mix, held in itertools.product(mixes, asked):
+            found.update(repr(flow(operation, decision, mix, compute, held=held)).encode())
+    return found.hexdigest()[:16]
+
+
+def test_a_rule_that_decides_differently_has_a_new_version() -> None:
+    assert DIGESTS[RULE_VERSION] == digest(), "raise RULE_VERSION and measure again what depends on the rule"
+
+
+@pytest.mark.parametrize("name", DEPENDING)
+def test_results_are_of_this_version_or_marked(name: str) -> None:
+    versions = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["versions"]
+    is_marked = (
+        f"`{name}.json` is of an earlier version of the flow rule" in (ROOT / "docs" / "benchmarks.md").read_text()
+    )
+    assert is_marked != (versions.get("flow rule") == RULE_VERSION)

@@ -19,11 +19,11 @@ except ModuleNotFoundError as error:
 from polyamp.backends.torch.adapter import adapter
 from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.casting import cast
+from polyamp.backends.torch.convert import convert  # not later: importing its file would put the module in its place
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.skipping import AppliedSteps, select
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.convert import convert
     from polyamp.backends.torch.grad_scaler import GradScaler
     from polyamp.backends.torch.graphs.rewrite import explain, rewrite
 
@@ -43,7 +43,6 @@ __all__ = [
 
 # What a training step does not need is loaded when it is used.
 _LATER = {
-    "convert": "convert",
     "GradScaler": "grad_scaler",
     "explain": "graphs.rewrite",
     "rewrite": "graphs.rewrite",

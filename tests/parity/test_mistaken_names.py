@@ -163,3 +163,21 @@ def test_a_backend_needs_no_import_of_its_own() -> None:
     code = "import polyamp; b = polyamp.backends; print(b.torch.__name__, b.jax.__name__, hasattr(b, 'theano'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["polyamp.backends.torch", "polyamp.backends.jax", "False"]
+
+
+PUBLIC = """
+import importlib, inspect, pkgutil
+from polyamp.backends import torch, jax, tensorflow, keras
+for adapter in (torch, jax, tensorflow, keras):
+    for file in pkgutil.iter_modules(adapter.__path__):
+        if file.name in adapter.__all__:
+            importlib.import_module(f"{adapter.__name__}.{file.name}")
+    for name in adapter.__all__:
+        assert not inspect.ismodule(getattr(adapter, name)), name
+"""
+
+
+@pytest.mark.slow
+def test_no_file_takes_the_place_of_a_public_name() -> None:
+    done = subprocess.run([sys.executable, "-c", PUBLIC], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 
 import polyamp
+from polyamp.backends.jax.unstable import loop_parts
 from support.jax_scenarios import POLICIES, X, formats, low, normal, relative_error, residuals, saved_bytes
 from support.jax_scenarios import quickly_compiled as quickly_compiled
 
@@ -167,7 +168,7 @@ def lstm(p: Any, xs: Any) -> Any:
 def carried(fn: Callable[..., Any], *args: Any) -> list[str]:
     """Return the floating-point dtypes that the loop of a program carries."""
     (loop,) = [one for one in jax.make_jaxpr(fn)(*args).eqns if one.primitive.name in ("scan", "while")]
-    outputs = loop.outvars[: loop.params["num_carry"]] if loop.primitive.name == "scan" else loop.outvars
+    outputs = loop.outvars[: loop_parts(loop.params)[1]] if loop.primitive.name == "scan" else loop.outvars
     return [str(var.aval.dtype) for var in outputs if jnp.issubdtype(var.aval.dtype, jnp.floating)]
 
 

@@ -184,10 +184,11 @@ class ScaledLosses:
         before, self._claimed = self._claimed, next(_turns)
         if place is not None and place is self._opened:  # what it compiles takes the gradients of its losses itself
             self._open, self._opened = self._open - 1, None
+        own = current if self._place is not place or self._scale is None else self._scale
         latest = self._latest()
         is_known = latest is not None and latest._place is place and latest._scale is not None
         if latest is not None and is_known and self._noted < before < latest._scaled and not self._open:
-            if not _equal(latest._scale, current):
+            if not (_equal(latest._scale, current) and _equal(own, current)):
                 raise UsageError(
                     "the loss of these gradients was scaled by another optimizer",
                     where="the gradients of a step",
@@ -202,9 +203,7 @@ class ScaledLosses:
                 "by that factor. What to do: take the gradients of polyamp.scale_loss(loss, optimizer).",
                 stacklevel=5,
             )
-        if self._place is not place or self._scale is None:
-            return current
-        if not self.are_here(place) and not _equal(self._scale, current):
+        if own is not current and not self.are_here(place) and not _equal(own, current):
             raise UsageError(
                 "the loss scale of these gradients is not known: it changed since the last loss was scaled",
                 where="the gradients of a step",
@@ -212,7 +211,7 @@ class ScaledLosses:
                 allowed="one step after each loss",
                 fix="make the step before the next loss is scaled, or scale, differentiate and step in one function",
             )
-        return self._scale
+        return own
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -159,6 +159,20 @@ def test_of_a_compiled_function_only_gradients_that_it_returns_are_unknown(steps
     run.check()
 
 
+@pytest.mark.parametrize("before", [1, 2])
+def test_gradients_of_a_joint_loss_that_another_optimizer_scaled_are_refused(before: int) -> None:
+    first, second = (Run(INNER[0], LossScale(init=8.0, interval=1)) for _ in range(2))
+    for run in (first, second)[:before]:
+        run.step(0.5, -1.0)
+    joint = first.grads((0.5, -1.0))  # times 16; the scale of the second is 8, or was before its last step
+    first.opt.apply(joint, first.scaled)
+    with pytest.raises(polyamp.errors.UsageError, match="scaled by another optimizer"):
+        second.opt.apply(joint, second.scaled)
+    second.check()
+    second.step(0.5, -1.0)
+    second.check()
+
+
 def test_of_a_deleted_optimizer_nothing_is_left() -> None:
     run = Run(INNER[0], LossScale(init=2.0**10))
     run.step(0.5, -1.0)

@@ -264,6 +264,34 @@ _WITH_POLICY = {
 }
 
 
+NO_PRODUCTS = "it has no float32 operation of class lower, such as matmul and conv"
+"""The usual reason why nothing was lowered."""
+
+
+def report_unused(rules: Iterable[Rule], *, where: str, paths: str, of: object = "", stacklevel: int = 2) -> None:
+    """Warn of each rule that matched nothing."""
+    for rule in rules:
+        warn_once(
+            f"the rule {rule.pattern!r}{of and f' of {of}'} matched nothing in {where}: it names neither an operation "
+            f"(see docs/operations.md) nor {paths} there. polyamp.explain lists what there is.",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def report_nothing_lowered(
+    verb: str, compute: str, *, where: str, why: str = NO_PRODUCTS, remedy: str = "", stacklevel: int = 2
+) -> None:
+    """Warn that a program runs as it did before."""
+    remedy = remedy or "polyamp.explain shows the reason for each operation."
+    warn_once(f"{verb} to {compute} changed nothing in {where}: {why}. {remedy}", stacklevel=stacklevel + 1)
+
+
+def report_refused(refused: Mapping[str, str], *, where: str, of: object, stacklevel: int = 2) -> None:
+    """Warn of each rule that no kernel can follow."""
+    for missing, rule in refused.items():
+        warn_once(f"{rule} of {of} has no effect in {where}: {missing}.", stacklevel=stacklevel + 1)
+
+
 # --- an optimizer that was wrapped for another policy -----------------------------------------------------------------
 #
 # An optimizer and the code around the forward pass get their policies separately, so one of them can be forgotten::
@@ -309,31 +337,3 @@ def traced_for(policy: Policy) -> Iterator[None]:
 def is_rewritten() -> bool:
     """Return whether the caller is traced to be rewritten; the rewrite then tests how its loss is scaled."""
     return _traced_for.get() is not None
-
-
-NO_PRODUCTS = "it has no float32 operation of class lower, such as matmul and conv"
-"""The usual reason why nothing was lowered."""
-
-
-def report_unused(rules: Iterable[Rule], *, where: str, paths: str, of: object = "", stacklevel: int = 2) -> None:
-    """Warn of each rule that matched nothing."""
-    for rule in rules:
-        warn_once(
-            f"the rule {rule.pattern!r}{of and f' of {of}'} matched nothing in {where}: it names neither an operation "
-            f"(see docs/operations.md) nor {paths} there. polyamp.explain lists what there is.",
-            stacklevel=stacklevel + 1,
-        )
-
-
-def report_nothing_lowered(
-    verb: str, compute: str, *, where: str, why: str = NO_PRODUCTS, remedy: str = "", stacklevel: int = 2
-) -> None:
-    """Warn that a program runs as it did before."""
-    remedy = remedy or "polyamp.explain shows the reason for each operation."
-    warn_once(f"{verb} to {compute} changed nothing in {where}: {why}. {remedy}", stacklevel=stacklevel + 1)
-
-
-def report_refused(refused: Mapping[str, str], *, where: str, of: object, stacklevel: int = 2) -> None:
-    """Warn of each rule that no kernel can follow."""
-    for missing, rule in refused.items():
-        warn_once(f"{rule} of {of} has no effect in {where}: {missing}.", stacklevel=stacklevel + 1)

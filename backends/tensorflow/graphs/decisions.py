@@ -196,7 +196,8 @@ class Pass:
         pairs = zip(node.input_ports, self.inputs_of(node), strict=True)
         inputs = tuple(known.value for port, known in pairs if port.dtype % 100 in FLOATING)
         operation = self._specific(node)
-        decision = self.class_of(node, operation)
+        ruled = "square" if operation == "mul" and self._doubles(node) else operation
+        decision = self.class_of(node, ruled)
         if node.name in self.parts.averaging and decision.op_class != "lower":  # a state may go through products
             return self.as_written(node, "updates its own variable", _UPDATE, decision)
         if operation == "tensor_list":
@@ -208,8 +209,8 @@ class Pass:
             return self.as_written(node, NO_FLOATS, data, decision)
         if any(port.dtype > 100 for port in node.input_ports):
             return self.as_written(node, "reads a variable by reference", decision=decision)
-        outcome = self._outcome(node, operation, decision, inputs)
-        if outcome.format != self.rules.compute or is_wide(operation, decision):
+        outcome = self._outcome(node, ruled, decision, inputs)
+        if outcome.format != self.rules.compute or is_wide(ruled, decision):
             return self.decided(node, operation, decision, outcome)
         if low := lowerable(node, self.rules.low):
             return self.decided(node, operation, decision, outcome, low)
@@ -294,8 +295,7 @@ class Pass:
             if self._divides_again(node):
                 return "reciprocal"
             first, second = (self._numbers.get(value, -1) for value in node.inputs)
-            specific = self._numbering.specific(operation, first, second)
-            return "square" if specific == "mul" and self._doubles(node, first, second) else specific
+            return self._numbering.specific(operation, first, second)
         if operation in ("scatter", "scatter_add") and node.name in self.parts.backward:
             return "sum"  # it adds the gradients of everything that was gathered from one place
         is_expanded = _EXPANDED in f"{self.scopes.path}/{node.name}" and operation in CLASSES
@@ -312,12 +312,13 @@ class Pass:
             return False
         return self._numbers[before.inputs[1]] == self._numbers[node.inputs[1]]
 
-    def _doubles(self, node: Node, first: int, second: int) -> bool:
-        """Return whether a node is the factor ``2 * x`` of a square's derivative, as large as it."""
-        if node.name not in self.parts.backward or not self._numbering.is_constant(second):
+    def _doubles(self, node: Node) -> bool:
+        """Return whether a product is the factor ``2 * x`` of a square's derivative, which is decided as the square."""
+        if node.name not in self.parts.backward:
             return False
+        first, second = (self._numbering.is_constant(self._numbers.get(value, -1)) for value in node.inputs)
         maker = self.graph.maker.get(node.inputs[0])
-        return not self._numbering.is_constant(first) and (maker is None or maker.name not in self.parts.backward)
+        return second and not first and (maker is None or maker.name not in self.parts.backward)
 
     def _outcome(self, node: Node, operation: str, decision: Decision, inputs: tuple[Value, ...]) -> Flow:
         is_backward = node.name in self.parts.backward

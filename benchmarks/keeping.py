@@ -25,8 +25,6 @@ from interleave import Timing, console
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from polyamp.operations import RULE_VERSION
-
 RESULTS = Path(os.environ.get("POLYAMP_RESULTS") or Path(__file__).parent / "results").absolute()
 DRIVER = Path("/proc/driver/nvidia")
 NO_MEMORY = ("OutOfMemoryError", "RESOURCE_EXHAUSTED")
@@ -40,6 +38,8 @@ def keep(name: str, versions: dict[str, str], numbers: dict[str, Any]) -> Path:
 
 
 def _measured_with(versions: dict[str, str]) -> dict[str, Any]:
+    from polyamp.operations import RULE_VERSION  # gpu.py runs by a Python that finds polyamp only for its parts
+
     return {"machine": machine(), "versions": {**versions, "flow rule": RULE_VERSION}}
 
 

@@ -19,6 +19,7 @@ import torch
 import polyamp
 from polyamp import LossScale, adapters
 from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from polyamp.verbs import WrapOptions
 
 
 def torch_optimizer() -> Any:
@@ -156,6 +157,11 @@ def test_the_docs_list_every_option(heading: str, framework: str) -> None:
     options = inspect.signature(adapters.adapter_named(framework).wrap_optimizer).parameters.values()
     own = {option.name for option in options if option.kind is option.KEYWORD_ONLY} - {"loss_scale", "max_grad_norm"}
     assert set(re.findall(r"^\| `(\w+)` ", table, re.MULTILINE)) == own == OPTIONS[framework]
+
+
+def test_type_checkers_know_every_option() -> None:
+    own = {option for options in OPTIONS.values() for option in options}
+    assert WrapOptions.__annotations__.keys() == own | {"loss_scale", "max_grad_norm", "backend"}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import warnings
 from collections import deque
@@ -92,17 +93,33 @@ class PolyampDeprecationWarning(PolyampWarning, DeprecationWarning):
 _shown: set[str] = set()
 
 
-def warn_once(message: str, *, stacklevel: int = 3, category: type[PolyampWarning] = PolyampWarning) -> None:
-    """Issue ``message`` as a `PolyampWarning`, once per process."""
+def warn_once(message: str, *, category: type[PolyampWarning] = PolyampWarning) -> None:
+    """Issue ``message`` as a `PolyampWarning` of the user's line, once per process."""
     if message not in _shown:
         _shown.add(message)
-        warnings.warn(message, category, stacklevel=stacklevel)
+        warnings.warn(message, category, stacklevel=_users_level())
 
 
-def warn_deprecated(old: str, instead: str, *, stacklevel: int = 3) -> None:
+_INSTALLED = (os.path.dirname(warnings.__file__), "site-packages", "dist-packages")
+
+
+def _users_level() -> int:
+    """Return the ``stacklevel``, for the caller, of the innermost line that is neither polyamp's nor installed."""
+    # A trainer that was installed is passed over, so its user's script is shown.
+    frame, level, outside = sys._getframe(1), 1, 0
+    while frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+        if frame.f_globals.get("__name__", "").partition(".")[0] != "polyamp":
+            outside = outside or level
+            if not any(part in frame.f_code.co_filename for part in _INSTALLED):
+                return level
+    return outside or level
+
+
+def warn_deprecated(old: str, instead: str) -> None:
     """Report once per process that an old interface was used, with the polyamp line that replaces it."""
     message = f"{old} is kept for old programs. Write instead: {instead}"
-    warn_once(message, stacklevel=stacklevel + 1, category=PolyampDeprecationWarning)
+    warn_once(message, category=PolyampDeprecationWarning)
 
 
 def forget_warnings() -> None:

@@ -218,7 +218,7 @@ def cpu_flags() -> set[str]:
     )
 
 
-def report_slow_format(device: Mapping[str, Any], compute: str, *, cost: str = "", stacklevel: int = 3) -> None:
+def report_slow_format(device: Mapping[str, Any], compute: str, *, cost: str = "") -> None:
     """Warn once if a device has no hardware units for a 16-bit format and is therefore slow in it."""
     # On a CPU only bfloat16 is reported: float16 is used there to check results.
     is_cpu = str(device["name"]).startswith("cpu")
@@ -226,4 +226,4 @@ def report_slow_format(device: Mapping[str, Any], compute: str, *, cost: str = "
         return
     others = ", ".join(device["fast"]) or "no 16-bit format"
     text = f"{device['name']} has no units for {compute}, and is slow in it{cost and f': {cost}'}."
-    warn_once(f"{text} It has them for {others}.", stacklevel=stacklevel + 1)
+    warn_once(f"{text} It has them for {others}.")

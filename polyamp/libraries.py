@@ -241,7 +241,7 @@ def report_lost(settings: Fields, theirs: Fields, state: Fields, like: str) -> N
     parts += [f"{', '.join(f'{name}={settings[name]!r}' for name in other)} (no such setting)"] if other else []
     if parts:
         rest = "; where these settings act, the loss scale there differs from polyamp's" if other else ""
-        warn_once(f"the form of {like} does not express {' and '.join(parts)}{rest}.", stacklevel=8)
+        warn_once(f"the form of {like} does not express {' and '.join(parts)}{rest}.")
 
 
 def _other_rule(settings: Fields, theirs: Fields, like: str) -> list[str]:

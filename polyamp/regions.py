@@ -161,7 +161,7 @@ def _report_late(ambient: list[Adapter]) -> None:
     late = " and ".join(one.name for one in _ambient(None) if one not in ambient)
     if late:
         text = f"{late} was imported inside polyamp.autocast, where it computes as without it. Import it before."
-        warn_once(text, stacklevel=4)
+        warn_once(text)
 
 
 def _traced(policy: Policy | None) -> AbstractContextManager[Any] | None:
@@ -244,7 +244,7 @@ def _ambient(backend: str | None) -> list[Adapter]:
 # --- reports of a policy that was forgotten, or that changes nothing --------------------------------------------------
 
 
-def chosen_policy(policy: Policy | None, call: str, *, stacklevel: int = 2) -> Policy:
+def chosen_policy(policy: Policy | None, call: str) -> Policy:
     """Return a policy, or else the current one; warn once if nobody chose that one and it changes nothing."""
     chosen = current_policy() if policy is None else policy
     if policy is None and not in_policy() and not chosen.casts:
@@ -252,7 +252,6 @@ def chosen_policy(policy: Policy | None, call: str, *, stacklevel: int = 2) -> P
         warn_once(
             f"{call} without a policy takes the current one, {chosen}, which changes nothing: pass a policy, as in "
             f"{_WITH_POLICY[verb]}, or call polyamp.set_global_policy first.",
-            stacklevel=stacklevel + 1,
         )
     return chosen
 
@@ -268,28 +267,25 @@ NO_PRODUCTS = "it has no float32 operation of class lower, such as matmul and co
 """The usual reason why nothing was lowered."""
 
 
-def report_unused(rules: Iterable[Rule], *, where: str, paths: str, of: object = "", stacklevel: int = 2) -> None:
+def report_unused(rules: Iterable[Rule], *, where: str, paths: str, of: object = "") -> None:
     """Warn of each rule that matched nothing."""
     for rule in rules:
         warn_once(
             f"the rule {rule.pattern!r}{of and f' of {of}'} matched nothing in {where}: it names neither an operation "
             f"(see docs/operations.md) nor {paths} there. polyamp.explain lists what there is.",
-            stacklevel=stacklevel + 1,
         )
 
 
-def report_nothing_lowered(
-    verb: str, compute: str, *, where: str, why: str = NO_PRODUCTS, remedy: str = "", stacklevel: int = 2
-) -> None:
+def report_nothing_lowered(verb: str, compute: str, *, where: str, why: str = NO_PRODUCTS, remedy: str = "") -> None:
     """Warn that a program runs as it did before."""
     remedy = remedy or "polyamp.explain shows the reason for each operation."
-    warn_once(f"{verb} to {compute} changed nothing in {where}: {why}. {remedy}", stacklevel=stacklevel + 1)
+    warn_once(f"{verb} to {compute} changed nothing in {where}: {why}. {remedy}")
 
 
-def report_refused(refused: Mapping[str, str], *, where: str, of: object, stacklevel: int = 2) -> None:
+def report_refused(refused: Mapping[str, str], *, where: str, of: object) -> None:
     """Warn of each rule that no kernel can follow."""
     for missing, rule in refused.items():
-        warn_once(f"{rule} of {of} has no effect in {where}: {missing}.", stacklevel=stacklevel + 1)
+        warn_once(f"{rule} of {of} has no effect in {where}: {missing}.")
 
 
 # --- an optimizer that was wrapped for another policy -----------------------------------------------------------------
@@ -303,9 +299,7 @@ def report_refused(refused: Mapping[str, str], *, where: str, of: object, stackl
 #     opt.step()  # a warning: without a loss scale, small float16 gradients round to zero
 
 
-def report_missing_scale(
-    settings: LossScale, compute: str | None, forward: Policy | None = None, *, stacklevel: int = 2
-) -> None:
+def report_missing_scale(settings: LossScale, compute: str | None, forward: Policy | None = None) -> None:
     """Warn once if a forward pass needs a loss scale, and its optimizer was wrapped for another format, without one."""
     # Without a policy of the forward pass, it is that of the rewrite that traces the caller, or else of the region
     # around the caller; without either, nothing is checked. Two different 16-bit formats with a loss scale train
@@ -317,7 +311,6 @@ def report_missing_scale(
         warn_once(
             "the forward pass computes in float16, and the optimizer was wrapped without a loss scale. What to do: "
             f"call polyamp.wrap_optimizer(optimizer, policy) with {forward}: else small gradients round to zero.",
-            stacklevel=stacklevel + 1,
         )
 
 

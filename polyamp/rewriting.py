@@ -125,14 +125,14 @@ def rewrite(
     _check_rewritable(fn, own, where="rewrite(fn)")
     if args or kwargs or backend is not None or own is not None:
         found = find_verb("rewrite", backend, (fn, args, kwargs), options, where="rewrite(fn, *args)")
-        chosen = chosen_policy(chosen, "rewrite(fn)", stacklevel=3)
+        chosen = chosen_policy(chosen, "rewrite(fn)")
         try:
             return found(fn, args, kwargs, chosen, **options)
         except RecursionError as error:
             raise too_deep("rewrite(fn, *args)") from error
     named = adapters.adapter_named_in("rewrite", fn)
     if named and getattr(named, "rewrites_unseen", False):  # rewrite now, so that a SavedModel finds the function
-        chosen = chosen_policy(chosen, "rewrite(fn)", stacklevel=3)
+        chosen = chosen_policy(chosen, "rewrite(fn)")
         return verb_of(named, "rewrite", options)(fn, (), {}, chosen, **options)
     return RewrittenAtFirstCall(fn, chosen, options)
 
@@ -202,7 +202,7 @@ class RewrittenAtFirstCall:
         return self._rewritten(*args, **kwargs)
 
     def _rewrite(self, rewrite: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        chosen = chosen_policy(self._policy, "rewrite(fn)", stacklevel=4)
+        chosen = chosen_policy(self._policy, "rewrite(fn)")
         self._rewritten = rewrite(self._fn, args, kwargs, chosen, **self._options)
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:

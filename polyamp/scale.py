@@ -259,14 +259,11 @@ def report_nonfinite_loss(
     compute: str | None = None,
     where: str = "scaling the loss",
     found: object = "inf or NaN",
-    stacklevel: int = 3,
 ) -> None:
     """Warn once, or raise, if a loss was inf or NaN before scaling. Its step is skipped like any overflow."""
     if config.nonfinite_loss == "raise":
         raise non_finite_loss(found, where=where, compute=compute)
-    warn_once(
-        f"{NONFINITE_LOSS}. The step is skipped. What to do: {look_for_nonfinite(compute)}.", stacklevel=stacklevel + 1
-    )
+    warn_once(f"{NONFINITE_LOSS}. The step is skipped. What to do: {look_for_nonfinite(compute)}.")
 
 
 def report_limits(config: LossScale, state: LossScaleState, explain: Callable[[], str] | None = None) -> None:

@@ -201,7 +201,6 @@ class ScaledLosses:
             warn_once(
                 "no loss was scaled, and the optimizer divides gradients by the loss scale: its updates are too small "
                 "by that factor. What to do: take the gradients of polyamp.scale_loss(loss, optimizer).",
-                stacklevel=5,
             )
         if own is not current and not self.are_here(place) and not _equal(own, current):
             raise UsageError(

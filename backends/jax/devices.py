@@ -45,7 +45,7 @@ def check_format(compute: str) -> None:
     device = jax.local_devices()[0]
     if compute == "float32" or device.platform == "cpu":  # CPUs are for checking results
         return
-    report_slow_format({**described(device), "name": device.device_kind}, compute, stacklevel=6)
+    report_slow_format({**described(device), "name": device.device_kind}, compute)
 
 
 _INSTEAD = {

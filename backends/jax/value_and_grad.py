@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from polyamp.backends.jax.casting import check_tree, is_array, is_traced
 from polyamp.backends.jax.gradients import all_finite, note_scale
-from polyamp.backends.jax.graphs.capture import users_level
 from polyamp.backends.jax.graphs.rewrite import check_function, name_of, positions, run_rewritten
 from polyamp.backends.jax.modules import NnxArguments, is_nnx_module, trained_in, with_trained
 from polyamp.backends.jax.state import LossScaleOptState, check_single, find_state
@@ -90,8 +89,8 @@ def unreported(
         if name is None:
             chosen = bound or current_policy()
         else:
-            chosen = chosen_policy(bound, "value_and_grad(fun)", stacklevel=users_level())
-            report_missing_scale(state.settings, state.compute, chosen, stacklevel=users_level())
+            chosen = chosen_policy(bound, "value_and_grad(fun)")
+            report_missing_scale(state.settings, state.compute, chosen)
         # NNX modules that are trained are among the objects too, as they may share variables with other arguments.
         others = [None if place in places and not is_nnx_module(arg) else arg for place, arg in enumerate(args)]
         objects = NnxArguments((others, kwargs))
@@ -203,4 +202,4 @@ def _checked_loss(loss: Any) -> jax.Array:
 
 def _report_non_finite(loss: jax.Array, settings: LossScale, compute: str | None) -> None:
     if settings.check and not is_traced(loss) and not jnp.isfinite(loss):
-        report_nonfinite_loss(settings, compute=compute, found=loss, stacklevel=users_level())
+        report_nonfinite_loss(settings, compute=compute, found=loss)

@@ -113,12 +113,12 @@ def _check_storage(parts: Iterable[Part], policy: Policy) -> None:
 def _report(model: Any, parts: list[Part], policy: Policy) -> None:
     leaves = [part for part in parts if not children(part.layer)]
     unused = [rule for rule in policy.own_rules if not any(matches(rule, part.operation, part.path) for part in parts)]
-    report_unused(unused, where=repr(model.name), paths="a layer", of=policy, stacklevel=3)
+    report_unused(unused, where=repr(model.name), paths="a layer", of=policy)
     if not format_of(policy.compute).is_low:
         return
     if not any(part.layer.compute_dtype == policy.compute for part in leaves):
         why = "all of its layers stay in float32"
-        report_nothing_lowered("convert", policy.compute, where=repr(model.name), why=why, stacklevel=3)
+        report_nothing_lowered("convert", policy.compute, where=repr(model.name), why=why)
     is_cast = any(part.border.is_crossed and part.border.outside == "float32" for part in parts)
     is_ruled = any(rule.op_class == "full" for rule in policy.rules)
     is_head_known = is_cast or is_ruled or any(part.is_head for part in leaves)

@@ -169,7 +169,7 @@ def _report_mismatch(model: Any, optimizers: Sequence[LossScaledOptimizer]) -> N
     own = own_policy(model)
     if own is not None:
         for one in optimizers:
-            report_missing_scale(one.scaler.settings, one.scaler.compute, make_policy(own), stacklevel=3)
+            report_missing_scale(one.scaler.settings, one.scaler.compute, make_policy(own))
         return
     wanted = {one.scaler.compute for one in optimizers if one.scaler.compute is not None}
     low = next((name for name in sorted(wanted) if format_of(name).is_low), None)

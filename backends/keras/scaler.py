@@ -63,14 +63,14 @@ class LossScaler:
     def scale(self, loss: Any) -> Any:
         """Return a loss in float32 (float64 stays) times the loss scale."""
         # A loss that is inf or NaN is multiplied by inf, so that its gradients are not finite and the step is skipped.
-        report_missing_scale(self.settings, self.compute, stacklevel=4)
+        report_missing_scale(self.settings, self.compute)
         if not self.settings.check:
             return loss
         tensor = _floating(loss)
         finite = ops.all(ops.abs(tensor) < float("inf"))  # false for NaN; in a graph, `isfinite` marks the update
         if platform_of(tensor) == "cpu" and not finite:
             shown = ops.convert_to_numpy(ops.cast(tensor, "float32"))
-            report_nonfinite_loss(self.settings, compute=self.compute, found=shown, stacklevel=4)
+            report_nonfinite_loss(self.settings, compute=self.compute, found=shown)
         wide = widened(tensor)
         scale = value_of(self.variables.scale)
         is_one_of_several = is_mapped(self.variables.scale) or in_strategy()  # states, as in pure functions on JAX

@@ -34,10 +34,10 @@ def report_slow(operation: str, compute: str, device_type: str) -> None:
     """Warn once if an operation was lowered to a format for which its device has no units."""
     # On a CPU only convolutions are reported: other products are as fast as in float32, or nearly.
     if device_type == "CPU" and operation == "conv":
-        report_slow_format(devices()[-1], compute, cost=_CONVOLUTIONS, stacklevel=4)
+        report_slow_format(devices()[-1], compute, cost=_CONVOLUTIONS)
     elif device_type == "GPU":
         for gpu in devices()[:-1]:
-            report_slow_format(gpu, compute, stacklevel=4)
+            report_slow_format(gpu, compute)
 
 
 def _gpu(gpu: Any) -> dict[str, Any]:

@@ -129,7 +129,6 @@ def _lower_products(graph: tf.Graph) -> None:
             "loop or conditional of TensorFlow 1 that was built before enable_mixed_precision_graph_rewrite, or have "
             "no float16 kernel. Call it before the model is built, or rewrite the graph: "
             "polyamp.rewrite(graph.as_graph_def(), policy=...).",
-            stacklevel=4,
         )
 
 

@@ -102,13 +102,13 @@ class LossScaler(tf.Module):
             PolyampWarning: the loss is inf or NaN, as an eager tensor on the CPU; or the scaler was made for another
                 format than that of the rewritten function or the region of this call.
         """
-        report_missing_scale(self.settings, self.compute, stacklevel=3)
+        report_missing_scale(self.settings, self.compute)
         if not self.settings.check:
             return loss
         tensor = _floating(loss)
         finite = all_finite([tensor])
         if not tf.is_symbolic_tensor(tensor) and _is_on_cpu(tensor) and not finite:
-            report_nonfinite_loss(self.settings, compute=self.compute, found=tensor.numpy(), stacklevel=3)
+            report_nonfinite_loss(self.settings, compute=self.compute, found=tensor.numpy())
         wide = tf.cast(tensor, tf.float32) if tensor.dtype in SIXTEEN_BIT else tensor
         scale = tf.convert_to_tensor(self.scalars[0])
         self._losses.note(graph_here(), None if tf.distribute.has_strategy() else scale, finite)

@@ -356,9 +356,7 @@ def scale_loss(
             scaled loss; or the gradients of the last step were not cleared.
         InvalidValueError: there is no such loss.
     """
-    warn_deprecated(
-        "with apex.amp.scale_loss(loss, opt) as scaled: scaled.backward()", "opt.backward(loss)", stacklevel=4
-    )
+    warn_deprecated("with apex.amp.scale_loss(loss, opt) as scaled: scaled.backward()", "opt.backward(loss)")
     if not hasattr(_amp_state, "opt_properties"):
         raise UsageError(
             "a loss is scaled before anything was initialized",

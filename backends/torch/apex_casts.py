@@ -194,7 +194,7 @@ _registered: dict[tuple[Any, str], Cast] = {}
 
 
 def _register(function: str, module: Any, name: str, cast: Cast) -> None:
-    warn_deprecated(f"apex.amp.{function}(module, name)", _INSTEAD, stacklevel=4)
+    warn_deprecated(f"apex.amp.{function}(module, name)", _INSTEAD)
     if not hasattr(module, name):
         raise InvalidValueError(
             "the module has no function of this name",
@@ -206,7 +206,7 @@ def _register(function: str, module: Any, name: str, cast: Cast) -> None:
 
 
 def _decorated(function: str, fn: Fn, cast: Cast) -> Fn:
-    warn_deprecated(f"apex.amp.{function}", _INSTEAD, stacklevel=4)
+    warn_deprecated(f"apex.amp.{function}", _INSTEAD)
     return _casting(fn, cast=cast)
 
 

@@ -62,7 +62,6 @@ def _report_unknown(leaf: Any) -> None:
         warn_once(
             f"a {kind} was not understood: its tensors keep their format. Pass the tensors in a dict, tuple or "
             "dataclass, or register the class: torch.utils._pytree.register_pytree_node.",
-            stacklevel=2,
         )
 
 

@@ -81,7 +81,7 @@ def convert(model: nn.Module, policy: Policy | str) -> nn.Module:
         _add_hooks(model, parts, kept, policy)
         matched = [(part.operation, part.path) for part in parts]
         unmatched, name = unused(policy.own_rules, matched), type(model).__name__
-        report_unused(unmatched, where=name, paths="a module", of=policy, stacklevel=2)
+        report_unused(unmatched, where=name, paths="a module", of=policy)
     elif policy.casts:
         warn_once(
             f"policy {policy} stores parameters in {policy.param}: convert changes no module. "

@@ -117,7 +117,7 @@ def _report_region(enabled: bool, dtype: str) -> None:
     """Warn at the first use. Arguments are plain values, so that Dynamo can compare them."""
     form = dtype.removeprefix("torch.")
     named = f"mixed_{form}" if enabled and form in ("float16", "bfloat16") else "float32"
-    warn_deprecated("torch.cuda.amp.autocast()", f'polyamp.autocast("{named}")', stacklevel=4)
+    warn_deprecated("torch.cuda.amp.autocast()", f'polyamp.autocast("{named}")')
     if enabled:
         found("torch.cuda.amp.autocast")
         _report_devices(form)
@@ -128,7 +128,6 @@ def _report_devices(form: str) -> None:
         warn_once(
             "torch.cuda.amp without a CUDA device: native autocast and scaler disable themselves; polyamp's run in "
             f"{form} on {' and '.join(DEVICE_TYPES)}. Pass enabled=False to train in float32.",
-            stacklevel=5,
         )
 
 

@@ -34,12 +34,12 @@ def devices() -> tuple[dict[str, Any], ...]:
 REPORTED: set[str] = set()
 
 
-def report_slow(compute: str, stacklevel: int = 5) -> None:
+def report_slow(compute: str) -> None:
     """Warn at the first use of a compute format if a GPU here is slow in it."""
     if compute not in REPORTED:
         REPORTED.add(compute)
         for index in range(torch.cuda.device_count()):
-            report_slow_format(_gpu(index), compute, stacklevel=stacklevel + 1)
+            report_slow_format(_gpu(index), compute)
 
 
 def _gpu(index: int) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class GradScaler(torch.amp.GradScaler):
             outputs = list(outputs)
         if not self.config.check or (isinstance(outputs, list | tuple) and not outputs):
             return outputs
-        return self._scaler.scale(outputs, process_group=None, stacklevel=5)
+        return self._scaler.scale(outputs, process_group=None)
 
     @not_traced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -364,7 +364,6 @@ def _report_clipping(given: list[Tensor], limit: float, measured: bool) -> list[
             warn_once(
                 "gradients are clipped while they are multiplied by the loss scale, which makes them far too small: "
                 "call scaler.unscale_(optimizer) before clipping.",
-                stacklevel=4,
             )
     return given
 

@@ -167,13 +167,11 @@ def report_policy(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOpti
             warn_once(
                 "the optimizer was wrapped without a policy, so nothing is scaled or checked: pass one, as in "
                 'polyamp.wrap_optimizer(optimizer, "mixed_float16").',
-                stacklevel=4,
             )
         if optimizer.steps == STEPS and optimizer.lowers is False:
             warn_once(
                 f"the optimizer was wrapped for {optimizer.scaler.compute}, and its losses were computed in float32 "
                 "alone: nothing runs in 16 bits. Compute the loss in a region: with polyamp.autocast(policy): ...",
-                stacklevel=4,
             )
     scaler, forward = optimizer.scaler, HERE.thread.policy
     if HERE.thread.count == optimizer.regions_before or (forward is not None and forward.compute == scaler.compute):
@@ -182,7 +180,7 @@ def report_policy(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOpti
     # Another optimizer may have a loss scale, and the region may have been for that one.
     if not (scaler.multiplies or any(one.scaler.multiplies for one in list(alive))):
         optimizer.lacks_policy = False  # reported here
-        report_missing_scale(scaler.settings, scaler.compute, forward, stacklevel=4)
+        report_missing_scale(scaler.settings, scaler.compute, forward)
 
 
 def _casts(loss: Tensor) -> bool:

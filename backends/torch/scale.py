@@ -41,8 +41,6 @@ from polyamp.scale import advance, non_finite_loss, on_host, report_limits, repo
 from polyamp.settings import LossScale, LossScaleState
 from polyamp.trees import check_tree
 
-_STACKLEVEL = 6  # of a warning: from where it is issued to the user's call
-
 
 class LossScaler:
     """A `LossScale` in use: its settings and its state, and the scalers of losses with an id, each with its own."""
@@ -93,7 +91,7 @@ class LossScaler:
         """Whether a scaled loss can differ from an unscaled one."""
         return self.settings.check and not self.settings.min == self.settings.max == 1
 
-    def scale(self, loss: Any, *, process_group: Any = False, stacklevel: int = _STACKLEVEL, by: object = None) -> Any:
+    def scale(self, loss: Any, *, process_group: Any = False, by: object = None) -> Any:
         """Return a loss, or losses in containers, in float32 (float64 stays) times the loss scale, or times inf.
 
         Raises:
@@ -125,7 +123,7 @@ class LossScaler:
             finite[id(one)] = is_finite = self._look(one)
             bad = one if is_finite is False and bad is None else bad
         if bad is not None:
-            self.report_loss(bad.detach(), process_group=process_group, where="scaling the loss", stacklevel=stacklevel)
+            self.report_loss(bad.detach(), process_group=process_group, where="scaling the loss")
         if isinstance(loss, Tensor):
             scaled: Any = self.multiply(loss, finite=finite.get(id(loss)) is True)
         else:
@@ -152,14 +150,14 @@ class LossScaler:
         factor = scale.to(loss.device) if isinstance(scale, Tensor) else self._host_factors(scale)[1]
         return wide * (factor if finite else torch.where(wide.detach().isfinite(), factor, math.inf))
 
-    def report_loss(self, found: object, *, process_group: Any, where: str, stacklevel: int = _STACKLEVEL) -> None:
+    def report_loss(self, found: object, *, process_group: Any, where: str) -> None:
         """Warn or raise because a loss was inf or NaN. A step that is only observed ends here."""
         if LISTENERS:
             raise non_finite_loss(found, where=where)
         settings = self.settings if not has_peers(process_group) else replace(self.settings, nonfinite_loss="skip")
         was_half = isinstance(found, Tensor) and found.dtype == torch.float16
         compute = "float16" if was_half and self.compute is None else self.compute
-        report_nonfinite_loss(settings, compute=compute, where=where, found=found, stacklevel=stacklevel)
+        report_nonfinite_loss(settings, compute=compute, where=where, found=found)
 
     def advance(self, finite: bool | Tensor, voter: object = None) -> None:
         """Advance the state: on the host for a bool, else by tensors alone on the device of ``finite``."""

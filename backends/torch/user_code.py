@@ -1,4 +1,4 @@
-"""Finds the user's line: of a running call, of a stack trace, and for a warning's ``stacklevel``."""
+"""Finds the user's line: of a running call, and of a stack trace."""
 
 from __future__ import annotations
 
@@ -33,14 +33,6 @@ def users_line(*, directly: bool = False) -> str:
     if frame is None or not is_users(frame.f_code.co_filename):
         return ""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_name})"
-
-
-def users_level() -> int:
-    """Return the ``stacklevel`` with which `polyamp.errors.warn_once`, called here, points at the user's line."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def line_in(trace: str) -> str:

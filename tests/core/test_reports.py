@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,6 +48,16 @@ def test_reports_are_shown_once_and_point_at_the_caller() -> None:
         "rule 'tanh' of mixed_float16 has no effect in step: there is no float16 kernel for Tanh on CPU."
     ]
     assert {file for _, file in [*unused, *unlowered, *refused]} == {__file__}
+
+
+def test_a_report_points_past_an_installed_trainer_at_the_script_that_called_it() -> None:
+    code = compile(
+        "def fit(report, *args, **kwargs): report(*args, **kwargs)", "/env/lib/site-packages/trainer/loop.py", "exec"
+    )
+    trainer: dict[str, Any] = {"__name__": "trainer.loop"}
+    exec(code, trainer)
+    [(_, file)] = shown_by(trainer["fit"], report_nothing_lowered, "rewrite", "float16", where="step")
+    assert file == __file__
 
 
 def test_a_rule_of_an_unknown_policy_is_reported_too() -> None:

@@ -5,7 +5,6 @@ A function that cannot be traced is refused with the user's line and the remedy.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,14 +115,6 @@ def _user_line(error: BaseException) -> str:
             found = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno} ({frame.tb_frame.f_code.co_name})"
         frame = frame.tb_next
     return found or "the traced function"
-
-
-def users_level() -> int:
-    """Return the ``stacklevel`` that makes `warn_once`, called by the calling function, point at the user's line."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and not _is_users(frame):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -16,7 +16,7 @@ import jax
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.devices import check_format
 from polyamp.backends.jax.graphs import control_flow, derivatives, interpreter, planning
-from polyamp.backends.jax.graphs.capture import Program, users_level, walk
+from polyamp.backends.jax.graphs.capture import Program, walk
 from polyamp.backends.jax.graphs.decisions import IN_FLOAT32
 from polyamp.backends.jax.graphs.interpreter import Handler, Interpreter
 from polyamp.backends.jax.graphs.planning import PlanBuilder, Region
@@ -161,11 +161,11 @@ def name_of(fn: Any) -> str:
 
 def _report(decider: Decider, name: str) -> None:
     """Warn, under a function's name, that nothing was lowered, or that rules matched nothing."""
-    level, policy = users_level(), decider.policy
-    report_unused(decider.unused, where=name, paths="a named scope or module", of=policy, stacklevel=level)
+    policy = decider.policy
+    report_unused(decider.unused, where=name, paths="a named scope or module", of=policy)
     if not decider.lowered and set(decider.not_lowered) != {IN_FLOAT32}:
         why = _why_nothing(decider.not_lowered)
-        report_nothing_lowered("autocast", policy.compute, where=name, why=why, stacklevel=level)
+        report_nothing_lowered("autocast", policy.compute, where=name, why=why)
 
 
 def _why_nothing(not_lowered: dict[str, str]) -> str:

@@ -29,7 +29,6 @@ from polyamp.flow import Rule, decide
 from polyamp.operations import OPERATIONS as TABLE
 from polyamp.regions import report_nothing_lowered, report_unused
 
-_TO_USER = 8  # number of frames from a warning to the user's ``with polyamp.autocast(...)``
 _REMEMBERED = 4096  # most decisions to keep: every trace has new names of scopes
 
 
@@ -74,12 +73,10 @@ class Lowering:
                 "It sees eager code and functions that are traced inside it. Enter it inside the function that "
                 "MirroredStrategy runs, or pass the whole step to polyamp.rewrite."
             )
-            report_nothing_lowered(
-                "autocast", self.compute, where="TensorFlow", why=why, remedy=remedy, stacklevel=_TO_USER
-            )
+            report_nothing_lowered("autocast", self.compute, where="TensorFlow", why=why, remedy=remedy)
             return
         paths = "a name scope or layer with a product"
-        report_unused(self._unused, where=f"autocast to {self.compute}", paths=paths, stacklevel=_TO_USER)
+        report_unused(self._unused, where=f"autocast to {self.compute}", paths=paths)
 
     def _lowers(self, canonical: str) -> bool:
         path = unstable.scope_path()

@@ -150,7 +150,6 @@ def _report(decisions: Pass, name: str) -> None:
         warn_once(
             f"the functions of {op} ({place}) run as written in {name}: a rewrite does not enter them, so their "
             "products stay in float32. Rewrite the function that this operation takes, or use polyamp.autocast.",
-            stacklevel=2,
         )
     report_refused(rules.decider.refused, where=name, of=rules.policy)
     for operation, device in lowered_in(decisions):

@@ -17,7 +17,6 @@ from polyamp.backends.torch.autocast.plan import plan_of_run
 from polyamp.backends.torch.graphs.capture import root_of
 from polyamp.backends.torch.graphs.program import Program, check_no_autocast, mode_of
 from polyamp.backends.torch.graphs.writing import HOLDER
-from polyamp.backends.torch.user_code import users_level
 from polyamp.errors import (
     InvalidTypeError,
     InvalidValueError,
@@ -203,7 +202,7 @@ class Rewritten(GraphModule):
             report(program.decider, name)
         self.programs.append(program)
         if len(self.programs) > _MANY:
-            warn_once(_TOO_MANY.format(name=name, count=_MANY), stacklevel=users_level())
+            warn_once(_TOO_MANY.format(name=name, count=_MANY))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph that fits the arguments."""
@@ -289,8 +288,8 @@ _INSTEAD = {
 
 def report(decider: Decider, name: str) -> None:
     """Report once what had no effect in the graph of a function with this name."""
-    policy, level = decider.policy, users_level()
-    report_unused(decider.unused, where=name, paths="a module", of=policy, stacklevel=level)
-    report_refused(decider.refused, where=name, of=policy, stacklevel=level)
+    policy = decider.policy
+    report_unused(decider.unused, where=name, paths="a module", of=policy)
+    report_refused(decider.refused, where=name, of=policy)
     if format_of(policy.compute).is_low and not decider.lowered:
-        report_nothing_lowered("rewrite", policy.compute, where=name, stacklevel=level)
+        report_nothing_lowered("rewrite", policy.compute, where=name)

@@ -20,7 +20,10 @@ from polyamp.readers import ACCUMULATES, READ_IN_FULL
 # --- a policy's rules -------------------------------------------------------------------------------------------------
 
 TABLE = "table"  # the reason if none of the policy's own rules decided
-_BY_RULE = "rule "
+AS_WRITTEN = "as written"
+"""The format of an operation that keeps what the user wrote."""
+NO_FLOATS = "no floating-point input"
+"""The reason for an operation that needs no decision."""
 
 
 class Rule(NamedTuple):
@@ -38,36 +41,6 @@ class Rule(NamedTuple):
         here = [*(_components(path) if path else ()), operation]
         windows = (here[start : start + len(wanted)] for start in range(len(here) - len(wanted) + 1))
         return any(all(map(fnmatchcase, window, wanted)) for window in windows)
-
-
-class Decision(NamedTuple):
-    """The class of an operation, and the rule or table entry that decided it."""
-
-    op_class: str
-    reason: str
-
-    @property
-    def is_by_rule(self) -> bool:
-        """Whether a rule of the policy decided, and not the table."""
-        return self.reason.startswith(_BY_RULE)
-
-
-def decide(rules: Iterable[Rule], operation: str, path: str = "") -> Decision:
-    """Return the class of a canonical operation at a path, from the first matching rule or else the table."""
-    # Rules do not apply to operations of class ``keep``, such as integer operations and casts.
-    entry = OPERATIONS.get(operation)
-    matched = None if _untouched(operation) else next((rule for rule in rules if rule.matches(operation, path)), None)
-    if matched is not None:
-        return Decision(matched.op_class, f"{_BY_RULE}{matched.pattern!r}")
-    if entry is None:
-        return Decision("keep", "unknown operation: runs as written")
-    return Decision(entry.op_class, TABLE)
-
-
-def is_wide(operation: str, decision: Decision) -> bool:
-    """Return whether an operation of class ``inner`` has no kernel that promises float32 inside."""
-    entry = OPERATIONS.get(operation)
-    return decision.op_class == "inner" and (entry is None or "inside" not in entry.sources)
 
 
 def unused(rules: Iterable[Rule], seen: Iterable[tuple[str, str]]) -> list[Rule]:
@@ -124,10 +97,6 @@ def _bad_rule(what: str, where: str, found: str, allowed: str, hint: str = "") -
 def _components(path: str) -> list[str]:
     return re.split(r"[./]", path)
 
-
-AS_WRITTEN = "as written"
-NO_FLOATS = "no floating-point input"
-"""The reason for an operation that needs no decision."""
 
 # --- values: what is known of each ------------------------------------------------------------------------------------
 
@@ -209,15 +178,18 @@ _POINTWISE = frozenset(
 )
 
 
-class Flow(NamedTuple):
-    """A decision of the flow rule about one operation."""
+class Decision(NamedTuple):
+    """What is decided of one operation: its class by `decide`, and then its format by `flow`."""
 
-    format: str  # the format that its floating inputs are cast to and that it computes in; or `AS_WRITTEN`
+    operation: str  # its canonical name
+    op_class: str
+    reason: str  # the table, the rule, the neighbour or the guard that decided
+    rule: str = ""  # the policy's rule that gave the class, as in ``rule 'head/*'``; empty if none did
+    format: str = AS_WRITTEN  # the format that its floating inputs are cast to and that it computes in
     # the state of the outputs that were float32. If the state is ``low`` and the operation ran in float32, the output
     # is cast to the compute format at once, except in the role ``normalized``: then it stays in float32 until an
     # operation that runs in the compute format uses it
-    output: Value
-    reason: str  # the rule, the neighbour or the guard that decided
+    output: Value = WEAK
     # roles of low inputs whose rounded values the operation must not use. These inputs are computed again in float32
     # for this operation
     anew: tuple[str, ...] = ()
@@ -227,21 +199,38 @@ class Flow(NamedTuple):
         """Whether float32 results are cast to the compute format at once: they are low, and not inside a norm."""
         return self.output.state == "low" and self.output.role != "normalized"
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether the operation is of class ``inner`` and has no kernel that promises float32 inside."""
+        entry = OPERATIONS.get(self.operation)
+        return self.op_class == "inner" and (entry is None or "inside" not in entry.sources)
+
+
+def decide(rules: Iterable[Rule], operation: str, path: str = "") -> Decision:
+    """Decide the class of a canonical operation at a path, by the first matching rule or else by the table."""
+    # Rules do not apply to operations of class ``keep``, such as integer operations and casts.
+    entry = OPERATIONS.get(operation)
+    matched = None if _untouched(operation) else next((rule for rule in rules if rule.matches(operation, path)), None)
+    if matched is not None:
+        rule = f"rule {matched.pattern!r}"
+        return Decision(operation, matched.op_class, rule, rule)
+    if entry is None:
+        return Decision(operation, "keep", "unknown operation: runs as written")
+    return Decision(operation, entry.op_class, TABLE)
+
 
 def flow(
-    operation: str,
     decision: Decision,
     inputs: Sequence[Value],
     compute: str,
     *,
     gradient: bool = False,
     held: str = "",
-) -> Flow:
-    """Decide one operation. Pure: the same arguments give the same answer in every framework.
+) -> Decision:
+    """Decide the format of one operation. Pure: the same arguments give the same answer in every framework.
 
     Args:
-        operation: its canonical name.
-        decision: its class, and why.
+        decision: its class, and why; see `decide`.
         inputs: the facts about its floating inputs, in order.
         compute: the compute format.
         gradient: whether it is part of a backward pass.
@@ -269,37 +258,36 @@ def flow(
     foreign = _first(inputs, "other")
     if decision.op_class == "keep" or foreign:
         return _as_written(decision, inputs, foreign)
-    unfit = next((value.unfit for value in inputs if value.unfit), "")
-    chosen = _by_class(operation, decision, inputs, compute, gradient, held)
-    if unfit and (chosen.output.state == "low" or decision.op_class == "follow"):
-        chosen = _strong("a constant", unfit)
-    is_low = chosen.output.state == "low" and chosen.format == compute
-    role = chosen.output.role or (_role(operation, decision, inputs) if is_low else "")
-    role = statistic(operation, inputs) if chosen.output.state == "strong" else role
+    operation, unfit = decision.operation, next((value.unfit for value in inputs if value.unfit), "")
+    format_name, output, reason = _by_class(decision, inputs, compute, gradient, held)
+    if unfit and (output.state == "low" or decision.op_class == "follow"):
+        format_name, output, reason = _strong("a constant", unfit)
+    is_low = output.state == "low" and format_name == compute
+    role = output.role or (_role(decision, inputs) if is_low else "")
+    role = statistic(operation, inputs) if output.state == "strong" else role
     moves = decision.op_class in ("neutral", "promote") or operation == "mul"
-    output = chosen.output._replace(unfit=unfit if moves and not role else "", role=role)
-    anew = () if is_low else _anew(operation, decision, inputs, chosen, unfit)
-    return Flow(chosen.format, output, chosen.reason, anew)
+    output = output._replace(unfit=unfit if moves and not role else "", role=role)
+    anew = () if is_low else _anew(decision, inputs, reason, unfit)
+    return decision._replace(format=format_name, output=output, reason=reason, anew=anew)
 
 
 _NEXT_TO_INPUT = "next to an input"
+_Choice = tuple[str, Value, str]  # a format, the state of the outputs, and the reason
 
 
-def _by_class(
-    operation: str, decision: Decision, inputs: Sequence[Value], compute: str, gradient: bool, held: str
-) -> Flow:
+def _by_class(decision: Decision, inputs: Sequence[Value], compute: str, gradient: bool, held: str) -> _Choice:
     """Decide by the class and what is known of the result. A low result may be computed in float32."""
-    op_class, by_table = decision.op_class, decision.reason == TABLE
+    operation, op_class, by_table = decision.operation, decision.op_class, decision.reason == TABLE
     if by_table and _is_held(operation, op_class, inputs, held):
         return _strong(operation, held)
     if by_table and _overflows(operation, compute):
         return _strong(operation, f"{operation} leaves the range of {compute}")
     if op_class in ("follow", "neutral") and normalizes(operation, inputs, gradient):
         maker = next(value.maker for value in inputs if value.state == "low")
-        return Flow("float32", Value("low", maker, role="normalized"), "inside a norm")
+        return "float32", Value("low", maker, role="normalized"), "inside a norm"
     if op_class == "lower":
         average = _average(operation, inputs) if by_table else None
-        return average or Flow(compute, Value("low", operation), decision.reason)
+        return average or (compute, Value("low", operation), decision.reason)
     if op_class == "full":
         return _strong(operation, decision.reason)
     if op_class == "inner":
@@ -309,7 +297,7 @@ def _by_class(
             return _follow(inputs[:1], compute)
         return _inner(operation, inputs, compute)
     if op_class == "promote" and {value.state for value in inputs} == {"low", "weak"}:
-        return Flow("float32", WEAK, "its widest input is float32")
+        return "float32", WEAK, "its widest input is float32"
     return _follow(inputs, compute)
 
 
@@ -325,46 +313,46 @@ def _averages(operation: str, inputs: Sequence[Value]) -> bool:
     return operation == "avg_pool" or (operation in _PRODUCTS and any(value.role in _WEIGHTS for value in inputs))
 
 
-def _average(operation: str, inputs: Sequence[Value]) -> Flow | None:
+def _average(operation: str, inputs: Sequence[Value]) -> _Choice | None:
     """Decide a product that is an average of strong values, or of computed weights alone."""
     if inputs and all(value.role == "weights" for value in inputs):
-        return Flow("float32", WEAK, "as declared")
+        return "float32", WEAK, "as declared"
     strong = _first([value for value in inputs if value.role not in _WEIGHTS], "strong")
     if strong is None or not _averages(operation, inputs):
         return None
     return _strong(strong.maker, f"an average, after {strong.maker}")
 
 
-def _strong(maker: str, reason: str) -> Flow:
-    return Flow("float32", Value("strong", maker), reason)
+def _strong(maker: str, reason: str) -> _Choice:
+    return "float32", Value("strong", maker), reason
 
 
-def _inner(operation: str, inputs: Sequence[Value], compute: str) -> Flow:
+def _inner(operation: str, inputs: Sequence[Value], compute: str) -> _Choice:
     """Decide by the first input, which is the data. The other inputs, such as a norm's parameters, do not count."""
     data = inputs[0] if inputs else WEAK
     if data.state == "low":
-        return Flow(compute, Value("low", operation), f"next to {data.maker}")
+        return compute, Value("low", operation), f"next to {data.maker}"
     if data.state == "strong":  # only a function that saturates tolerates inf as its argument
         computed_in = compute if operation in _SATURATING else "float32"
-        return Flow(computed_in, Value("low", operation), f"bounded, after {data.maker}")
-    return Flow("float32", WEAK, "as declared")
+        return computed_in, Value("low", operation), f"bounded, after {data.maker}"
+    return "float32", WEAK, "as declared"
 
 
-def _follow(inputs: Sequence[Value], compute: str) -> Flow:
+def _follow(inputs: Sequence[Value], compute: str) -> _Choice:
     if strong := _first(inputs, "strong"):
         return _strong(strong.maker, f"after {strong.maker}")
     low, data = _first(inputs, "low"), _first(inputs, "input")
     if low and data:
         return _strong("an input", _NEXT_TO_INPUT)
     if low:
-        return Flow(compute, Value("low", low.maker), f"next to {low.maker}")
-    return Flow("float32", INPUT if data else WEAK, "as declared")
+        return compute, Value("low", low.maker), f"next to {low.maker}"
+    return "float32", INPUT if data else WEAK, "as declared"
 
 
-def _as_written(decision: Decision, inputs: Sequence[Value], foreign: Value | None) -> Flow:
+def _as_written(decision: Decision, inputs: Sequence[Value], foreign: Value | None) -> Decision:
     after = _first(inputs, "strong", "other")
     output = Value("strong", after.maker) if after else Value("input" if _first(inputs, "input") else "weak")
-    return Flow(AS_WRITTEN, output, f"an input is {foreign.maker}" if foreign else decision.reason)
+    return decision._replace(output=output, reason=f"an input is {foreign.maker}" if foreign else decision.reason)
 
 
 def _overflows(operation: str, compute: str) -> bool:
@@ -374,8 +362,9 @@ def _overflows(operation: str, compute: str) -> bool:
     return narrow and entry is not None and entry.op_class == "follow" and entry.sources.get("range") == "full"
 
 
-def _role(operation: str, decision: Decision, inputs: Sequence[Value]) -> str:
+def _role(decision: Decision, inputs: Sequence[Value]) -> str:
     """Return the role of the result of an operation that runs in the compute format."""
+    operation = decision.operation
     if operation in _SATURATING:
         return "saturated"
     if _averages(operation, inputs):
@@ -388,15 +377,15 @@ def _role(operation: str, decision: Decision, inputs: Sequence[Value]) -> str:
     return "pointwise" if len(low) == 1 else ""
 
 
-def _anew(operation: str, decision: Decision, inputs: Sequence[Value], chosen: Flow, unfit: str) -> tuple[str, ...]:
+def _anew(decision: Decision, inputs: Sequence[Value], reason: str, unfit: str) -> tuple[str, ...]:
     """Return the roles of inputs that are computed again in float32."""
     # For example, take ``log(sigmoid(x) + 1e-12)`` where the sigmoid was rounded to 0. The gradient 1e12 would become
     # inf in float16 and be multiplied by the sigmoid's derivative, which is 0: the result would be NaN.
     # A difference of averages, as in a variance, may be much smaller than what they were rounded by.
-    roles: tuple[str, ...] = ("average",) if operation == "sub" else ()
-    if unfit or chosen.reason == _NEXT_TO_INPUT:
+    roles: tuple[str, ...] = ("average",) if decision.operation == "sub" else ()
+    if unfit or reason == _NEXT_TO_INPUT:
         roles = ("saturated", "pointwise", "average")
-    elif decision.op_class == "full" or chosen.reason == READ_IN_FULL:
+    elif decision.op_class == "full" or reason == READ_IN_FULL:
         roles = ("saturated", "average")
     present = {value.role for value in inputs if value.state == "low"}
     return tuple(role for role in roles if role in present)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from polyamp.errors import check_arguments, is_integer, refuses_unreadable
-from polyamp.flow import Decision, Flow, Rule, Value, constant, decide, flow, parameter, table, unused
+from polyamp.flow import Decision, Rule, Value, constant, decide, flow, parameter, table, unused
 from polyamp.policies import Policy
 from polyamp.report import Report, aligned, in_bytes, plural
 
@@ -184,17 +184,15 @@ class Decider:
         self.refused: dict[str, str] = {}
 
     def decide(self, operation: str, path: str = "") -> Decision:
-        """Return the class of an operation at a path. A policy without rules does not look at the path."""
+        """Decide the class of an operation at a path. A policy without rules does not look at the path."""
         key = (operation, path if self.policy.rules else "")
         if key not in self.decisions:
             self.decisions[key] = decide(self.policy.rules, *key)
         return self.decisions[key]
 
-    def flow(
-        self, operation: str, decision: Decision, inputs: Sequence[Value], *, gradient: bool = False, held: str = ""
-    ) -> Flow:
+    def flow(self, decision: Decision, inputs: Sequence[Value], *, gradient: bool = False, held: str = "") -> Decision:
         """Apply `polyamp.flow.flow` in the policy's compute format."""
-        return _flow(operation, decision, tuple(inputs), self.compute, gradient=gradient, held=held)
+        return _flow(decision, tuple(inputs), self.compute, gradient=gradient, held=held)
 
     def constant(self, *magnitudes: float) -> Value:
         """Return the facts about a constant in the policy's compute format; see `polyamp.flow.constant`."""
@@ -210,8 +208,8 @@ class Decider:
 
     def refuse(self, missing: str, decision: Decision) -> None:
         """Record that no kernel can follow a decision. A decision that did not come from a rule is not recorded."""
-        if decision.is_by_rule:
-            self.refused[missing] = decision.reason
+        if decision.rule:
+            self.refused[missing] = decision.rule
 
     @property
     def unused(self) -> list[Rule]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.capture import concrete_of, walking
-from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
+from polyamp.backends.tensorflow.graphs.decisions import Pass, TypedNode
 from polyamp.backends.tensorflow.graphs.graph import Graph, Node, Places, closure, is_gradient
 from polyamp.backends.tensorflow.graphs.program import decided_for
 from polyamp.backends.tensorflow.provenance import collected
@@ -52,7 +52,7 @@ class _Seen(NamedTuple):
 
     decisions: Pass
     places: Places
-    decided: Decided
+    decided: TypedNode
     scope: str
 
     def shapes(self) -> list[tuple[int, ...] | None]:
@@ -113,7 +113,7 @@ def _products(seen: _Seen) -> Iterator[Product]:
     if a and b:
         # 16 bits if the user wrote it so
         written = next((_LOW[known.dtype] for known in decided.results if known.dtype in _LOW), None)
-        yield Product(seen.scope, decided.operation, written or decided.outcome.format, _sizes(seen, a, b))
+        yield Product(seen.scope, decided.operation, written or decided.decision.format, _sizes(seen, a, b))
 
 
 def _sizes(seen: _Seen, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyamp.flow import AS_WRITTEN, Flow, Rule, Value, decide, flow
+from polyamp.flow import AS_WRITTEN, Rule, Value, decide, flow
 from polyamp.operations import CLASSES, OPERATIONS
 from support.flow_cases import (
     COMPUTE,
@@ -192,9 +192,9 @@ def test_float32_by_declaration_raises_nothing(op_class: str, inputs: list[Value
 @given(st.sampled_from(sorted(OPERATIONS)), st.lists(values, max_size=5), st.sampled_from(COMPUTE))
 def test_it_is_pure(name: str, inputs: list[Value], compute: str) -> None:
     given_inputs, decision = list(inputs), decide((), name)
-    first = flow(name, decision, inputs, compute)
+    first = flow(decision, inputs, compute)
     assert inputs == given_inputs
-    assert first == flow(name, decision, tuple(inputs), compute)
+    assert first == flow(decision, tuple(inputs), compute)
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
@@ -266,12 +266,14 @@ def test_reasons_name_what_decided(name: str, inputs: list[Value], reason: str) 
 
 
 @pytest.mark.parametrize(
-    ("op_class", "outcome"),
+    ("op_class", "format_name", "output"),
     [
-        ("lower", Flow("float16", Value("low", "softmax"), "rule 'soft*'")),
-        ("full", Flow("float32", Value("strong", "softmax"), "rule 'soft*'")),
-        ("keep", Flow(AS_WRITTEN, WEAK, "rule 'soft*'")),
+        ("lower", "float16", Value("low", "softmax")),
+        ("full", "float32", Value("strong", "softmax")),
+        ("keep", AS_WRITTEN, WEAK),
     ],
 )
-def test_a_rule_is_the_reason_where_it_decided(op_class: str, outcome: Flow) -> None:
-    assert flow("softmax", decide([Rule("soft*", op_class)], "softmax"), [WEAK], "float16") == outcome
+def test_a_rule_is_the_reason_where_it_decided(op_class: str, format_name: str, output: Value) -> None:
+    decision = decide([Rule("soft*", op_class)], "softmax")
+    expected = decision._replace(format=format_name, output=output, reason="rule 'soft*'")
+    assert flow(decision, [WEAK], "float16") == expected

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyamp.flow import AS_WRITTEN, TABLE, Flow, Rule, Value, constant, decide, flow, unused
+from polyamp.flow import TABLE, Decision, Rule, Value, constant, decide, flow, unused
 from polyamp.formats import FORMATS
 from polyamp.operations import CLASSES, OPERATIONS
 from support.flow_cases import (
@@ -68,7 +68,7 @@ def test_a_constant_is_not_followed_through_other_work(name: str) -> None:
 def test_a_mask_that_does_not_fit_raises_the_scores_and_not_the_products(
     way: str, compute: str, fill: float, format_name: str
 ) -> None:
-    def run(name: str, *inputs: Value) -> Flow:
+    def run(name: str, *inputs: Value) -> Decision:
         return by_table(name, *inputs, compute=compute)
 
     scores = run("matmul", WEAK, WEAK).output
@@ -160,14 +160,16 @@ def test_of_what_follows_only_what_leaves_the_range_is_full_in_narrow_formats(co
     outcomes = {name: by_table(name, LOW, compute=compute) for name in followers}
     assert {name for name, outcome in outcomes.items() if outcome.format != compute} == raised
     for name in raised:
-        assert outcomes[name] == Flow("float32", Value("strong", name), f"{name} leaves the range of {compute}")
+        assert outcomes[name].output == Value("strong", name)
+        assert outcomes[name].reason == f"{name} leaves the range of {compute}"
 
 
 @pytest.mark.parametrize("compute", COMPUTE)
 @pytest.mark.parametrize("inputs", [(), (WEAK,), (LOW,), (STRONG,), (LOW, STRONG)], ids=str)
 def test_squares_are_full_in_either_format(inputs: Mix, compute: str) -> None:
     for name in ("square", "squared_difference"):
-        assert by_table(name, *inputs, compute=compute) == Flow("float32", Value("strong", name), TABLE)
+        expected = Decision(name, "full", TABLE, format="float32", output=Value("strong", name))
+        assert by_table(name, *inputs, compute=compute) == expected
 
 
 # --- rules ------------------------------------------------------------------------------------------------------------
@@ -180,7 +182,7 @@ KEPT = [name for name, entry in OPERATIONS.items() if entry.op_class == "keep"]
 def test_a_rule_comes_before_the_table_and_the_range() -> None:
     some = ([WEAK], [LOW], [STRONG], [LOW, WEAK], [LOW, STRONG])
     for name, op_class, compute, inputs in itertools.product([*RULED, "my_kernel"], CLASSES, COMPUTE, some):
-        ruled = flow(name, decide([Rule(name, op_class)], name), inputs, compute)
+        ruled = flow(decide([Rule(name, op_class)], name), inputs, compute)
         model = of_class(op_class, inputs, compute)
         if op_class == "inner" and name in SATURATING:  # which take strong values in 16 bits
             continue
@@ -192,8 +194,8 @@ def test_rules_do_not_reach_what_is_never_touched_and_are_unused_where_they_met_
     for name in KEPT:
         for rule in (Rule("*", "lower"), Rule("head", "full")):
             decision = decide([rule, Rule(name, "lower")], name, "model/head")
-            assert decision == ("keep", TABLE), name
-            assert flow(name, decision, [LOW], "float16") == Flow(AS_WRITTEN, WEAK, TABLE), name
+            assert decision == Decision(name, "keep", TABLE), name
+            assert flow(decision, [LOW], "float16") == decision, name
         rules = [Rule(name, "lower"), Rule("head", "full")]
         assert unused(rules, [(name, "model/head")]) == rules, name
         assert unused(rules, [(name, "model/head"), ("add", "model/head")]) == rules[:1], name

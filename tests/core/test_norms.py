@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from polyamp.flow import Flow, Rule, Value, constant, decide, flow
+from polyamp.flow import Decision, Rule, Value, constant, decide, flow
 from support.flow_cases import COMPUTE, INPUT, LOW, STRONG, WEAK, by_table
 
 # Programs, a line for each operation: the name of its result, the operation, and the names of its operands. ``x`` and
@@ -112,14 +112,14 @@ z = mul f w
 }
 
 
-def run(program: str, compute: str = "float16", gradient: bool = False) -> Mapping[str, Flow]:
+def run(program: str, compute: str = "float16", gradient: bool = False) -> Mapping[str, Decision]:
     """Return what the flow rule decides of each line."""
     known = {**GIVEN, "eps": constant([1e-8], compute)}
-    found = dict[str, Flow]()
+    found = dict[str, Decision]()
     for line in filter(None, program.splitlines()):
         name, _, operation, *operands = line.split()
         inputs = [known[operand] for operand in operands]
-        found[name] = flow(operation, decide((), operation), inputs, compute, gradient=gradient)
+        found[name] = flow(decide((), operation), inputs, compute, gradient=gradient)
         known[name] = found[name].output
     return found
 
@@ -194,7 +194,7 @@ def test_in_a_backward_pass_any_statistic_multiplies() -> None:
 def test_rules_reach_the_operations_of_a_norm() -> None:
     mean = Value("strong", "mean", role="statistic")
     ruled = decide([Rule("norm/*", "full")], "sub", "net/norm")
-    assert flow("sub", ruled, [LOW, mean], "float16").output == Value("strong", "sub")
+    assert flow(ruled, [LOW, mean], "float16").output == Value("strong", "sub")
 
 
 # --- what full work reads unrounded -----------------------------------------------------------------------------------

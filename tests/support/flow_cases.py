@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from polyamp.flow import Decision, Flow, Value, decide, flow
+from polyamp.flow import Decision, Value, decide, flow
 
 COMPUTE = ["float16", "bfloat16"]
 TOO_LARGE = "constant 1e+30 is beyond it"
@@ -22,12 +22,12 @@ Mix = tuple[Value, ...]
 MIXES: list[Mix] = [mix for count in range(4) for mix in itertools.product(KNOWN, repeat=count)]
 
 
-def of_class(op_class: str, inputs: Mix | list[Value], compute: str = "float16") -> Flow:
-    return flow("anything", Decision(op_class, "rule 'anything'"), inputs, compute)
+def of_class(op_class: str, inputs: Mix | list[Value], compute: str = "float16") -> Decision:
+    return flow(Decision("anything", op_class, "rule 'anything'"), inputs, compute)
 
 
-def by_table(operation: str, *inputs: Value, compute: str = "float16") -> Flow:
-    return flow(operation, decide((), operation), inputs, compute)
+def by_table(operation: str, *inputs: Value, compute: str = "float16") -> Decision:
+    return flow(decide((), operation), inputs, compute)
 
 
 def states(mix: Mix) -> set[str]:

@@ -8,87 +8,83 @@ Values that hold the same numbers, and constants, are known: ``x * x`` is a squa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from polyamp.backends.jax import unstable
+from polyamp.backends.jax.casting import dtype_of
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell
 from polyamp.backends.jax.graphs.values import Values
 from polyamp.backends.jax.operations import OPERATIONS
-from polyamp.flow import AS_WRITTEN, NO_FLOATS, WEAK, Decision, Flow, Value
+from polyamp.flow import AS_WRITTEN, NO_FLOATS, WEAK, Decision, Value
 from polyamp.operations import OPERATIONS as CANONICAL
 from polyamp.plan import Decider
 
 IN_FLOAT32 = "autocast to float32"
 """The reason if the user's own autocast to float32 contains an operation."""
-_ISLAND = Decision("full", IN_FLOAT32)
 _IN_16_BITS = ("sigmoid", "tanh", "erf")  # of class inner; XLA computes them in float32 inside
 _LOWERED = frozenset(name for name, entry in CANONICAL.items() if entry.op_class == "lower")
 
 
-class Decided(NamedTuple):
-    """How one operation runs."""
-
-    name: str  # its canonical name
-    decision: Decision  # its class, and why
-    outcome: Flow  # the decision of the flow rule
-    is_wide: bool  # whether it computes in float32
-    dtype: Any  # the dtype that its float32 results are cast to, and that it computes in unless it is wide
-
-
-def decide_equation(
-    decider: Decider, compute: np.dtype[Any], equation: Any, cells: Sequence[Cell], values: Values, path: str
-) -> Decided:
+def decide_equation(decider: Decider, equation: Any, cells: Sequence[Cell], values: Values, path: str) -> Decision:
     """Decide one operation, and record the findings to report."""
     name = values.operation(equation)
     decision = decider.decide(name, path)
     entry = CANONICAL.get(name)
     if unstable.ISLAND in path and entry is not None and entry.op_class != "keep":
-        decision = _ISLAND
+        decision = Decision(name, "full", IN_FLOAT32)
     inputs = [cell.value for cell in cells if cell.inexact]
     if decision.op_class == "lower":  # what full work made of constants alone is a constant
         inputs = [value._replace(state="weak") if value.role == "weights" else value for value in inputs]
     held = values.asked_of(equation.outvars[0]) if equation.outvars else ""
     is_constant = bool(equation.outvars and inputs) and values.is_constant(equation.outvars[0])
     is_backward = bool(held or is_constant) and "transpose" in unstable.transformations(equation)
-    outcome = _outcome(decider, equation, name, decision, inputs, "" if is_backward else held)
+    decision = _with_format(decider, equation, decision, inputs, "" if is_backward else held)
     if is_constant and not is_backward:
-        outcome = _of_constants(outcome, decision, cells)
-    lowers = outcome.format == decider.compute
-    is_wide = not lowers or (decision.op_class == "inner" and name not in _IN_16_BITS)
-    _note(decider, equation, name, outcome, cells)
-    return Decided(name, decision, outcome, is_wide, compute if lowers or outcome.rounds else FLOAT32)
+        decision = _of_constants(decision, cells)
+    _note(decider, equation, decision, cells)
+    return decision
 
 
-def _outcome(decider: Decider, equation: Any, name: str, decision: Decision, inputs: list[Value], held: str) -> Flow:
+def dtypes_of(decision: Decision, decider: Decider) -> tuple[Any, Any]:
+    """Return the dtype that an operation computes in, and the one that its float32 results get."""
+    low, lowers = dtype_of(decider.compute), decision.format == decider.compute
+    is_wide = not lowers or (decision.op_class == "inner" and decision.operation not in _IN_16_BITS)
+    return FLOAT32 if is_wide else low, low if lowers or decision.rounds else FLOAT32
+
+
+def _with_format(decider: Decider, equation: Any, decision: Decision, inputs: list[Value], held: str) -> Decision:
+    """Apply the flow rule, except where the operation's own parameters leave it no choice."""
     if not inputs:
-        return Flow(AS_WRITTEN, WEAK, NO_FLOATS)
-    outcome = decider.flow(name, decision, inputs, held=held)
-    if equation.primitive.name == "reduce_window_sum" and outcome.output.state == "low":
-        output = outcome.output._replace(role="normalized")  # the average of a window, once it is divided
-        return outcome._replace(format="float32", output=output)
-    if outcome.format != decider.compute:
-        return outcome
-    asked = _asked(equation.params)
-    if asked:
-        return Flow("float32", Value("strong", name), asked)
+        return decision._replace(reason=NO_FLOATS)
+    decision = decider.flow(decision, inputs, held=held)
+    if equation.primitive.name == "reduce_window_sum" and decision.output.state == "low":
+        output = decision.output._replace(role="normalized")  # the average of a window, once it is divided
+        return decision._replace(format="float32", output=output)
+    if decision.format != decider.compute:
+        return decision
+    in_float32 = decision._replace(format="float32", anew=())
+    if asked := _asked(equation.params):
+        return in_float32._replace(output=Value("strong", decision.operation), reason=asked)
     if "update_jaxpr" in equation.params:
-        return Flow("float32", WEAK, "its computation was traced in float32")
-    return outcome
+        return in_float32._replace(output=WEAK, reason="its computation was traced in float32")
+    return decision
 
 
-def _of_constants(outcome: Flow, decision: Decision, cells: Sequence[Cell]) -> Flow:
+def _of_constants(decision: Decision, cells: Sequence[Cell]) -> Decision:
     """Give the result of constants alone the role of weights: its numbers are not known, unless it moves known ones."""
     roles = [cell.value.role for cell in cells]
     if decision.op_class == "lower":
-        return Flow("float32", Value(role="weights"), "as declared") if set(roles) == {"weights"} else outcome
+        if set(roles) != {"weights"}:
+            return decision
+        return decision._replace(format="float32", output=Value(role="weights"), reason="as declared", anew=())
     array = cells[0].array
     is_zero = isinstance(array, np.ndarray) and not array.any()  # as of a tangent that JAX fills in
     is_moved = decision.op_class == "neutral" and (array.ndim > 0 or is_zero)
-    role = outcome.output.role or (roles[0] if is_moved else "weights")
-    return outcome._replace(output=outcome.output._replace(role=role))
+    role = decision.output.role or (roles[0] if is_moved else "weights")
+    return decision._replace(output=decision.output._replace(role=role))
 
 
 def _asked(params: dict[str, Any]) -> str:
@@ -103,13 +99,14 @@ def _asked(params: dict[str, Any]) -> str:
     return ""
 
 
-def _note(decider: Decider, equation: Any, name: str, outcome: Flow, cells: Sequence[Cell]) -> None:
+def _note(decider: Decider, equation: Any, decision: Decision, cells: Sequence[Cell]) -> None:
     """Record whether an operation was lowered; for one that the table lowers, also why it was not."""
-    decider.lowered |= outcome.format == decider.compute
+    decider.lowered |= decision.format == decider.compute
     dtypes = {cell.dtype for cell in cells if cell.inexact}
     if OPERATIONS.get(equation.primitive.name) not in _LOWERED or not dtypes:
         return
-    if outcome.format == AS_WRITTEN and any(dtype.itemsize <= 2 for dtype in dtypes):  # the user wrote it so
+    if decision.format == AS_WRITTEN and any(dtype.itemsize <= 2 for dtype in dtypes):  # the user wrote it so
         decider.lowered = True
-    elif outcome.format != decider.compute:
-        decider.not_lowered.setdefault(outcome.reason, f"{name} at {unstable.source_line(equation)}")
+    elif decision.format != decider.compute:
+        where = f"{decision.operation} at {unstable.source_line(equation)}"
+        decider.not_lowered.setdefault(decision.reason, where)

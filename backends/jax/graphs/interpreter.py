@@ -24,13 +24,12 @@ from polyamp.backends.jax.casting import dtype_of, is_traced
 from polyamp.backends.jax.graphs import writing
 from polyamp.backends.jax.graphs.capture import Program
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, declared_value
-from polyamp.backends.jax.graphs.decisions import Decided, decide_equation
+from polyamp.backends.jax.graphs.decisions import decide_equation, dtypes_of
 from polyamp.backends.jax.graphs.planning import PlanBuilder
 from polyamp.backends.jax.graphs.values import Values
 from polyamp.backends.jax.graphs.writing import bind_low, bind_wide
-from polyamp.backends.jax.operations import canonical
 from polyamp.errors import UnsupportedError
-from polyamp.flow import AS_WRITTEN, INPUT, WEAK, Value, decide
+from polyamp.flow import AS_WRITTEN, INPUT, WEAK, Decision, Value
 from polyamp.plan import Decider
 from polyamp.policies import Policy
 from polyamp.readers import DIVIDES
@@ -155,15 +154,18 @@ class Interpreter:
     def _operation(self, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
         if self._needs_paths:  # JAX has softmax, gelu and the like only as functions
             path = "/".join(filter(None, (path, unstable.library_function(equation))))
-        decided = decide_equation(self.decider, self.compute, equation, cells, self.values, path)
+        decision = decide_equation(self.decider, equation, cells, self.values, path)
+        computes_in, held = dtypes_of(decision, self.decider)
         if self.plan is not None:
-            self.plan.add(equation, path, decided, cells)
-        if decided.outcome.format == AS_WRITTEN:
+            self.plan.add(equation, path, decision, cells, computes_in, held)
+        if decision.format == AS_WRITTEN:
             bound = unstable.bound(equation, [cell.restored() for cell in cells])
-            results = _results(equation, bound, decided.outcome.output, FLOAT32)
+            results = _results(equation, bound, decision.output, FLOAT32)
         else:
-            results = _results(equation, self._bind(equation, decided, cells), decided.outcome.output, decided.dtype)
-            writing.note_equation(equation, cells, results, decided.outcome.anew)
+            with _naming_rule(equation, decision):
+                bound = self._bind(equation, cells, decision.anew, computes_in, held)
+            results = _results(equation, bound, decision.output, held)
+            writing.note_equation(equation, cells, results, decision.anew)
         if len(results) == 1:
             self._share_casts(equation, results[0])
         return results
@@ -175,15 +177,14 @@ class Interpreter:
         if first.dtype == result.dtype and number not in inputs:
             result.casts = first.casts
 
-    def _bind(self, equation: Any, decided: Decided, cells: Sequence[Cell]) -> list[Any]:
+    def _bind(
+        self, equation: Any, cells: Sequence[Cell], anew: tuple[str, ...], computes_in: Any, held: Any
+    ) -> list[Any]:
         """Return the results of an equation in the formats that were decided."""
-        with _naming_rule(equation, decided):
-            if not decided.is_wide:
-                return bind_low(equation, cells, decided.dtype, is_looped=self.is_looped)
-            results = bind_wide(equation, cells, decided.outcome.anew)
-        pairs = zip(results, map(unstable.dtype_in, equation.outvars), strict=True)
-        to = decided.dtype
-        return [unstable.converted(one, to) if declared == FLOAT32 != to else one for one, declared in pairs]
+        if computes_in != FLOAT32:
+            return bind_low(equation, cells, computes_in, is_looped=self.is_looped)
+        pairs = zip(bind_wide(equation, cells, anew), map(unstable.dtype_in, equation.outvars), strict=True)
+        return [unstable.converted(one, held) if declared == FLOAT32 != held else one for one, declared in pairs]
 
     def _constant(self, variable: Any, array: Any) -> Cell:
         declared = unstable.dtype_in(variable)
@@ -195,18 +196,17 @@ class Interpreter:
 
 
 @contextmanager
-def _naming_rule(equation: Any, decided: Decided) -> Iterator[None]:
+def _naming_rule(equation: Any, decision: Decision) -> Iterator[None]:
     """Replace the error of a primitive that refuses a dtype by one that names the rule which asked for it."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
-        decision = decided.decision
-        if decision == decide((), canonical(equation.primitive.name, equation.params)):
+        if not decision.rule:
             raise
         raise UnsupportedError(
-            f"JAX's primitive {equation.primitive.name} does not run in {decided.outcome.format}",
+            f"JAX's primitive {equation.primitive.name} does not run in {decision.format}",
             where=unstable.source_line(equation),
-            found=f"{decision.reason} of class {decision.op_class}; JAX reports: {str(error).partition(chr(10))[0]}",
+            found=f"{decision.rule} of class {decision.op_class}; JAX reports: {str(error).partition(chr(10))[0]}",
             allowed="rules that the primitive can follow",
             fix='remove that rule, or give it the class "full" or "keep"',
         ) from error

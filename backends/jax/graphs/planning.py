@@ -20,9 +20,8 @@ import jax
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.capture import Equation, walk
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, is_inexact
-from polyamp.backends.jax.graphs.decisions import Decided
 from polyamp.backends.jax.operations import canonical
-from polyamp.flow import AS_WRITTEN, decide
+from polyamp.flow import AS_WRITTEN, Decision, decide
 from polyamp.formats import FORMATS
 from polyamp.plan import Decider, Plan, PlannedOperation, unused_in
 from polyamp.policies import Policy
@@ -53,33 +52,35 @@ class PlanBuilder:
         finally:
             self._times = before
 
-    def add(self, equation: Any, path: str, decided: Decided, cells: Sequence[Cell]) -> None:
+    def add(
+        self, equation: Any, path: str, decision: Decision, cells: Sequence[Cell], computes_in: Any, held: Any
+    ) -> None:
         """Add one operation. Call it before the inputs are cast."""
         region = self._regions.index_at(path) if self._regions else None
         if self._regions and region is not None:
             if region not in self._begins:
                 self._begins[region] = len(self.operations)
-                held = self._regions.found[region].operations
-                self.operations += [op._replace(times=op.times * self._times) for op in held]
+                inside = self._regions.found[region].operations
+                self.operations += [op._replace(times=op.times * self._times) for op in inside]
             return
-        as_written, computes_in = decided.outcome.format == AS_WRITTEN, FLOAT32 if decided.is_wide else decided.dtype
+        as_written = decision.format == AS_WRITTEN
         wanted = [cell.declared if as_written or not cell.inexact else computes_in for cell in cells]
         cast = [(cell.array, cell.dtype, to) for cell, to in zip(cells, wanted, strict=True) if cell.dtype != to]
         outputs = [variable.aval for variable in equation.outvars]
         read = sum(_bytes(cell.array, to) for cell, to in zip(cells, wanted, strict=True))
         written = sum(
-            _bytes(aval, decided.dtype if not as_written and getattr(aval, "dtype", None) == FLOAT32 else None)
+            _bytes(aval, held if not as_written and getattr(aval, "dtype", None) == FLOAT32 else None)
             for aval in outputs
         )
         bytes_cast = sum(_bytes(array, before) for array, before, _ in cast)
         self.operations.append(
             PlannedOperation(
-                decided.name,
+                decision.operation,
                 equation.primitive.name,
                 f"{unstable.without_island(path)} {unstable.source_line(equation)}".strip(),
-                decided.decision.op_class,
-                decided.outcome.format,
-                decided.outcome.reason,
+                decision.op_class,
+                decision.format,
+                decision.reason,
                 times=self._times,
                 casts=len(cast),
                 bytes_cast=bytes_cast,

@@ -43,16 +43,13 @@ from polyamp.backends.tensorflow.graphs.values import (
 )
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.flow import (
-    AS_WRITTEN,
     CARRIED,
     INPUT,
     NO_FLOATS,
     TABLE,
     WEAK,
     Decision,
-    Flow,
     Value,
-    is_wide,
 )
 from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as CLASSES
@@ -76,18 +73,20 @@ class Inside(NamedTuple):
     results: tuple[int, ...]  # the type that each result must have
 
 
-class Decided(NamedTuple):
-    """One node with its decision."""
+class TypedNode(NamedTuple):
+    """One node with its decision, and the types that follow."""
 
     node: Node  # the node as it was written
-    operation: str  # its canonical name, or TensorFlow's name if it has none
-    decision: Decision  # its class, with the reason
-    outcome: Flow  # the format that it runs in, with the reason
+    decision: Decision  # its operation has TensorFlow's name if it has no canonical one
     input_types: list[int]  # the type that each input must have
     results: list[Known]  # the facts about each output
     changes: Mapping[str, Any]  # attributes of the node that get another value
     inside: tuple[Inside, ...] = ()  # the bodies of the functions that it calls, decided for this call
-    anew: tuple[str, ...] = ()  # roles of low inputs that are computed again in float32 for it, instead of being cast
+
+    @property
+    def operation(self) -> str:
+        """The name of its operation."""
+        return self.decision.operation
 
 
 class Rules:
@@ -131,14 +130,14 @@ class Pass:
             if self.is_divisor(name) and known.as_divisor is not None:
                 self.known[name] = known._replace(value=known.as_divisor)
         self._unrounded: set[str] = set()  # the values that some node takes computed anew
-        self.nodes: list[Decided] = []
+        self.nodes: list[TypedNode] = []
         for node in graph.nodes:
             decided = self._decide(node)
             self.nodes.append(decided)
             self._remember(node, decided)
         self._note_items()
 
-    def everything(self) -> Iterator[Decided]:
+    def everything(self) -> Iterator[TypedNode]:
         """Yield all nodes, those of a called function before the call."""
         for decided in self.nodes:
             for inside in decided.inside:
@@ -167,31 +166,30 @@ class Pass:
         return maker if len(maker.outputs) == 1 and not maker.called else None
 
     def class_of(self, node: Node, operation: str) -> Decision:
-        """Return the class of a node's operation at its path."""
+        """Decide the class of a node's operation at its path."""
         return self.rules.decider.decide(operation, self.scopes.ruled_path(node) if self.rules.policy.rules else "")
 
-    def as_written(self, node: Node, reason: str, value: Value = WEAK, decision: Decision | None = None) -> Decided:
-        """Return the decision to keep a node's types."""
+    def as_written(self, node: Node, reason: str, value: Value = WEAK, decision: Decision | None = None) -> TypedNode:
+        """Keep a node's types."""
         operation = OPERATIONS.get(node.op, node.op)
-        return self.decided(node, operation, decision or Decision("keep", reason), Flow(AS_WRITTEN, value, reason))
+        op_class = decision.op_class if decision else "keep"
+        return self.typed(node, Decision(operation, op_class, reason, output=value))
 
-    def decided(
-        self, node: Node, operation: str, decision: Decision, outcome: Flow, low: Sequence[str] = ()
-    ) -> Decided:
-        """Return the decision for a node whose type attributes ``low`` change to the compute format."""
+    def typed(self, node: Node, decision: Decision, low: Sequence[str] = ()) -> TypedNode:
+        """Give a node its types by its decision. Its type attributes ``low`` change to the compute format."""
         dtype = self.rules.low
         types = [dtype if port.attribute in low and port.dtype == FLOAT32 else port.dtype for port in node.input_ports]
         of_integers = self._value_of_integers(node)
         results = [
-            Known(dtype if port.attribute in low else FLOAT32, _value_of_output(node, port, operation, outcome))
+            Known(dtype if port.attribute in low else FLOAT32, _value_of_output(node, port, decision))
             if port.dtype == FLOAT32
             else Known(port.dtype, value_of_type(port.dtype) if port.dtype in FLOATING else of_integers)
             for port in node.output_ports
         ]
         changes = {name: tf.compat.v1.AttrValue(type=dtype) for name in low}
-        return Decided(node, operation, decision, outcome, types, results, changes, anew=outcome.anew)
+        return TypedNode(node, decision, types, results, changes)
 
-    def by_flow(self, node: Node) -> Decided:
+    def by_flow(self, node: Node) -> TypedNode:
         """Decide a node by the flow rule."""
         pairs = zip(node.input_ports, self.inputs_of(node), strict=True)
         inputs = tuple(known.value for port, known in pairs if port.dtype % 100 in FLOATING)
@@ -209,12 +207,14 @@ class Pass:
             return self.as_written(node, NO_FLOATS, data, decision)
         if any(port.dtype > 100 for port in node.input_ports):
             return self.as_written(node, "reads a variable by reference", decision=decision)
-        outcome = self._outcome(node, ruled, decision, inputs)
-        if outcome.format != self.rules.compute or is_wide(ruled, decision):
-            return self.decided(node, operation, decision, outcome)
+        decision = self._with_format(node, decision, inputs)
+        is_full = decision.format != self.rules.compute or decision.is_wide
+        decision = decision._replace(operation=operation)
+        if is_full:
+            return self.typed(node, decision)
         if low := lowerable(node, self.rules.low):
-            return self.decided(node, operation, decision, outcome, low)
-        return self._without_kernel(node, operation, decision, outcome)
+            return self.typed(node, decision, low)
+        return self._without_kernel(node, decision)
 
     def _reads(self) -> Iterator[Read]:
         """Yield the operations of the forward pass that read floating values."""
@@ -231,7 +231,7 @@ class Pass:
             if operation != "shape":
                 yield Read(operation, op_class, inputs, outputs)
 
-    def _decide(self, node: Node) -> Decided:
+    def _decide(self, node: Node) -> TypedNode:
         if not (is_list(node) or node.op == "IdentityN" or node.called):
             self.rules.lists.keep(known.held for known in self.inputs_of(node))
         if node.name in self.parts.update and not is_list(node):
@@ -242,7 +242,7 @@ class Pass:
             return _SPECIAL[node.op](self, node)
         return self.functions.decide(self, node) or self.by_flow(node)
 
-    def _remember(self, node: Node, decided: Decided) -> None:
+    def _remember(self, node: Node, decided: TypedNode) -> None:
         for value, known in zip(node.outputs, decided.results, strict=True):
             number = self._numbers[value]
             is_constant = self._numbering.is_constant(number)
@@ -251,12 +251,12 @@ class Pass:
                 known = known._replace(value=self._value_of_constant(decided, known.value))
             self.known[value] = known._replace(is_constant=is_constant)
             self._equal.setdefault((number, known.dtype), value)
-        if decided.anew:
+        if decided.decision.anew:
             for value, dtype in zip(node.inputs, decided.input_types, strict=True):
                 if dtype == FLOAT32 and value in self.known:
-                    self._note_unrounded(value, decided.anew)
+                    self._note_unrounded(value, decided.decision.anew)
 
-    def _value_of_constant(self, decided: Decided, value: Value) -> Value:
+    def _value_of_constant(self, decided: TypedNode, value: Value) -> Value:
         """Return the state of a constant. One that is computed counts as weights, since its numbers are not known."""
         if decided.decision.op_class == "keep" or decided.node.op in ("Const", "IdentityN"):
             return value
@@ -320,43 +320,45 @@ class Pass:
         maker = self.graph.maker.get(node.inputs[0])
         return second and not first and (maker is None or maker.name not in self.parts.backward)
 
-    def _outcome(self, node: Node, operation: str, decision: Decision, inputs: tuple[Value, ...]) -> Flow:
+    def _with_format(self, node: Node, decision: Decision, inputs: tuple[Value, ...]) -> Decision:
+        """Apply the flow rule."""
         is_backward = node.name in self.parts.backward
         is_product = decision.reason == TABLE and node.op in _SATURATED_GRADIENTS
         if is_product:  # ``y * (1 - y) * grad``, and nothing bounds the gradient
-            outcome = self.rules.decider.flow("mul", Decision("follow", TABLE), inputs, gradient=True)
+            as_product = self.rules.decider.flow(Decision("mul", "follow", TABLE), inputs, gradient=True)
+            decision = as_product._replace(operation=decision.operation, op_class=decision.op_class)
         else:
             held = next((self._looked[one] for one in node.outputs if one in self._looked), "")
-            outcome = self.rules.decider.flow(operation, decision, inputs, gradient=is_backward, held=held)
-        compares = operation == "compare" and is_gradient(node.name)  # as the derivative of a maximum does
-        if (is_product or compares) and outcome.output.state == "low" and node.inputs[0] in self._unrounded:
-            return Flow("float32", outcome.output, "like its forward operation", ("saturated",))
-        if is_backward and outcome.format == "float32" and outcome.output.state == "strong":
-            return outcome._replace(anew=(*outcome.anew, "saturated"))  # like the operation that made the gradient
-        return outcome
+            decision = self.rules.decider.flow(decision, inputs, gradient=is_backward, held=held)
+        compares = decision.operation == "compare" and is_gradient(node.name)  # as the derivative of a maximum does
+        if (is_product or compares) and decision.output.state == "low" and node.inputs[0] in self._unrounded:
+            return decision._replace(format="float32", reason="like its forward operation", anew=("saturated",))
+        if is_backward and decision.format == "float32" and decision.output.state == "strong":
+            return decision._replace(anew=(*decision.anew, "saturated"))  # like the operation that made the gradient
+        return decision
 
-    def _without_kernel(self, node: Node, operation: str, decision: Decision, outcome: Flow) -> Decided:
+    def _without_kernel(self, node: Node, decision: Decision) -> TypedNode:
         missing = f"no {self.rules.compute} kernel for {node.op} on {device_of(node)}"
-        state = outcome.output if decision.op_class == "inner" else WEAK
-        if decision.reason != TABLE:
-            state = Value("strong", operation)
+        state = decision.output if decision.op_class == "inner" else WEAK
+        if decision.rule:
+            state = Value("strong", decision.operation)
             self.rules.decider.refuse(f"there is {missing}, so it runs in float32", decision)
-        return self.decided(node, operation, decision, Flow("float32", state, missing))
+        return self.typed(node, decision._replace(format="float32", output=state, reason=missing, anew=()))
 
 
-def _value_of_output(node: Node, port: Port, operation: str, outcome: Flow) -> Value:
+def _value_of_output(node: Node, port: Port, decision: Decision) -> Value:
     """Return the state of a float32 output. A norm's outputs other than its data are statistics."""
     is_first = port is node.output_ports[0]
-    is_data = port.attribute == node.output_ports[0].attribute and (is_first or operation != "batch_norm")
-    if is_data or outcome.output.state != "low":
-        return outcome.output
-    return Value("strong", operation, role="statistic")
+    is_data = port.attribute == node.output_ports[0].attribute and (is_first or decision.operation != "batch_norm")
+    if is_data or decision.output.state != "low":
+        return decision.output
+    return Value("strong", decision.operation, role="statistic")
 
 
 # Nodes that the flow rule alone does not decide: constants, casts, sizes, and the edges of loops.
 
 
-def _constant(decisions: Pass, node: Node) -> Decided:
+def _constant(decisions: Pass, node: Node) -> TypedNode:
     tensor = node.definition.attr["value"].tensor
     value = WEAK
     if tensor.dtype == FLOAT32:
@@ -365,7 +367,7 @@ def _constant(decisions: Pass, node: Node) -> Decided:
     return decisions.as_written(node, TABLE, value)
 
 
-def _cast(decisions: Pass, node: Node) -> Decided:
+def _cast(decisions: Pass, node: Node) -> TypedNode:
     """Decide a cast. Integers that become float32 count as the user's inputs; booleans do not."""
     if node.input_ports[0].dtype in FLOATING or node.output_ports[0].dtype != FLOAT32:
         return decisions.by_flow(node)
@@ -373,7 +375,7 @@ def _cast(decisions: Pass, node: Node) -> Decided:
     return decisions.as_written(node, TABLE, value_of_cast(node, known.value, maker, decisions.rules.decider))
 
 
-def _shape(decisions: Pass, node: Node) -> Decided:
+def _shape(decisions: Pass, node: Node) -> TypedNode:
     """Decide a node that reads sizes: it takes values without casts."""
     decided = decisions.by_flow(node)
     low = decisions.rules.low
@@ -384,7 +386,7 @@ def _shape(decisions: Pass, node: Node) -> Decided:
     return decided._replace(input_types=[low] * len(node.input_ports), changes=changes)
 
 
-def _identities(decisions: Pass, node: Node) -> Decided:
+def _identities(decisions: Pass, node: Node) -> TypedNode:
     """Decide a node that moves several values without casts."""
     knowns = decisions.inputs_of(node)
     types = [known.dtype for known in knowns]
@@ -392,11 +394,11 @@ def _identities(decisions: Pass, node: Node) -> Decided:
     if types == [port.dtype for port in node.input_ports]:
         return decided
     listed = tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(type=types))
-    outcome = Flow(decisions.rules.compute, WEAK, "moves values")
-    return decided._replace(input_types=types, changes={"T": listed}, outcome=outcome)
+    decision = decided.decision._replace(format=decisions.rules.compute, reason="moves values")
+    return decided._replace(input_types=types, changes={"T": listed}, decision=decision)
 
 
-def _merge(decisions: Pass, node: Node) -> Decided:
+def _merge(decisions: Pass, node: Node) -> TypedNode:
     """Decide a merge. The head of a loop is float32, because its values may add up; other merges only move values."""
     makers = [decisions.graph.maker[value] for value in node.inputs]
     if any(map(closes_loop, makers)):
@@ -404,14 +406,14 @@ def _merge(decisions: Pass, node: Node) -> Decided:
     return decisions.by_flow(node)
 
 
-def _loop_edge(decisions: Pass, node: Node) -> Decided:
+def _loop_edge(decisions: Pass, node: Node) -> TypedNode:
     """Decide an edge into a loop or to its next iteration: it has the type of the loop's head, except for constants."""
     if node.op == "Enter" and node.definition.attr["is_constant"].b:
         return decisions.by_flow(node)
     return decisions.as_written(node, "carried by a loop", CARRIED)
 
 
-_SPECIAL: dict[str, Callable[[Pass, Node], Decided]] = {
+_SPECIAL: dict[str, Callable[[Pass, Node], TypedNode]] = {
     "Cast": _cast,
     "Const": _constant,
     "Enter": _loop_edge,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
+from polyamp.backends.tensorflow.graphs.decisions import Pass, TypedNode
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Places
 from polyamp.backends.tensorflow.graphs.values import is_number
 from polyamp.backends.tensorflow.graphs.writing import RESULT, Body, Writer
@@ -55,7 +55,7 @@ class PlanBuilder:
             if casts := _newest(self._body.casts, before):
                 yield self._result_cast(value, casts)
 
-    def _planned(self, decided: Decided) -> PlannedOperation:
+    def _planned(self, decided: TypedNode) -> PlannedOperation:
         node, known = decided.node, self._decisions.known
         inputs = [
             (value, dtype) for value, dtype in zip(node.inputs, decided.input_types, strict=True) if value in known
@@ -71,8 +71,8 @@ class PlanBuilder:
             node.op,
             self._places.of(self._decisions.scopes.path_of(node), node.name),
             decided.decision.op_class,
-            decided.outcome.format,
-            decided.outcome.reason,
+            decided.decision.format,
+            decided.decision.reason,
             casts=len(new_casts),
             bytes_cast=bytes_cast,
             bytes_moved=(self._size([*inputs, *outputs]) if _moves(decided) else 0)
@@ -81,7 +81,7 @@ class PlanBuilder:
             bytes_moved_float32=self._moved_float32(decided) if _moves(decided) else 0,
         )
 
-    def _moved_float32(self, decided: Decided) -> int:
+    def _moved_float32(self, decided: TypedNode) -> int:
         """Return the bytes that a node moves as it was written, or those of the nodes that it replaces."""
         node, graph = decided.node, self._decisions.graph
         if node.name in graph.replaced_bytes:
@@ -115,7 +115,7 @@ def _newest(found: dict[One, str], before: int) -> list[One]:
     return list(itertools.islice(reversed(found), len(found) - before))
 
 
-def _moves(decided: Decided) -> bool:
+def _moves(decided: TypedNode) -> bool:
     """Return whether a node moves its values itself: a called function moves its own, and a shape needs none."""
     return not decided.inside and decided.operation != "shape"
 

@@ -14,12 +14,12 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.devices import device_of
 from polyamp.backends.tensorflow.graphs.capture import POLICY_ATTRIBUTE, check_graph, rewritten_before
-from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside, Pass, Rules
+from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass, Rules, TypedNode
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, Places, called_functions, closure
 from polyamp.backends.tensorflow.graphs.values import VARIANT, Known, capture, value_of_type
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import FunctionLibrary, graph_of
-from polyamp.flow import AS_WRITTEN, CARRIED, TABLE, Decision, Flow, Value
+from polyamp.flow import CARRIED, Decision, Value
 from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as TABLE_OF_CLASSES
 from polyamp.policies import Policy
@@ -35,7 +35,7 @@ class Functions:
         self.library, self.rules, self._traced = library, rules, traced
         self._bodies: dict[Any, Pass] = {}
 
-    def decide(self, decisions: Pass, node: Node) -> Decided | None:
+    def decide(self, decisions: Pass, node: Node) -> TypedNode | None:
         """Decide a node that calls functions; None for any other node."""
         decide = _HANDLERS.get(node.op) or (_not_entered if node.called else None)
         return None if decide is None else decide(self, decisions, node)
@@ -87,7 +87,7 @@ def _is_full_product(definition: Any) -> bool:
     return any(definition.attr[key].type == FLOAT32 for key in ("T", "dtype") if key in definition.attr)
 
 
-def _call(functions: Functions, decisions: Pass, node: Node) -> Decided:
+def _call(functions: Functions, decisions: Pass, node: Node) -> TypedNode:
     arguments = decisions.inputs_of(node)
     name = node.definition.attr["f"].func.name
     if reason := functions.why_kept([name]):
@@ -100,7 +100,7 @@ def _call(functions: Functions, decisions: Pass, node: Node) -> Decided:
     )
 
 
-def _conditional(functions: Functions, decisions: Pass, node: Node) -> Decided:
+def _conditional(functions: Functions, decisions: Pass, node: Node) -> TypedNode:
     """Decide a conditional. A result is in 16 bits if every branch returns it in 16 bits, else in float32."""
     attributes = node.definition.attr
     names = [attributes[key].func.name for key in ("then_branch", "else_branch") if key in attributes]
@@ -126,7 +126,7 @@ def _joined(rules: Rules, declared: int, knowns: Sequence[Known]) -> Known:
     return chosen if len(types) == 1 else chosen._replace(dtype=FLOAT32)
 
 
-def _loop(functions: Functions, decisions: Pass, node: Node) -> Decided:
+def _loop(functions: Functions, decisions: Pass, node: Node) -> TypedNode:
     """Decide a loop. Values that may add up over the iterations are float32; values that it only reads stay unchanged.
 
     The body is first decided as if all carried values were strong float32. If the body nevertheless returns a low
@@ -177,7 +177,7 @@ def _unchanged(body: Any) -> set[int]:
     return found
 
 
-def _iteration(functions: Functions, decisions: Pass, node: Node) -> Decided:
+def _iteration(functions: Functions, decisions: Pass, node: Node) -> TypedNode:
     """Decide ``for batch in dataset``: the body keeps its types, and the values that it carries are float32."""
     # Its arguments are the carried values, then an element, then captured values.
     if reason := functions.why_kept(node.called):
@@ -194,12 +194,12 @@ def _iteration(functions: Functions, decisions: Pass, node: Node) -> Decided:
             arguments[place] = known._replace(dtype=arguments[place].dtype)
         body = functions.body(name, arguments, decisions.scopes.scope_of(node))
         insides.append(Inside(name, body, tuple(dtype for _, dtype in body.graph.results)))
-    decided = _kept(decisions, node, "calls functions")._replace(decision=Decision("keep", TABLE))
+    decided = _kept(decisions, node, "calls functions")
     results = [known._replace(value=CARRIED) if known.dtype == FLOAT32 else known for known in decided.results]
     return decided._replace(results=results, inside=tuple(insides))
 
 
-def _not_entered(functions: Functions, decisions: Pass, node: Node) -> Decided:
+def _not_entered(functions: Functions, decisions: Pass, node: Node) -> TypedNode:
     """Leave the functions of any other node as written. If they have products, record that they were not entered."""
     reason = functions.why_kept(node.called) or "the functions of this operation run as written"
     if reason != REWRITTEN and functions.has_products(node.called):
@@ -208,7 +208,7 @@ def _not_entered(functions: Functions, decisions: Pass, node: Node) -> Decided:
     return _kept(decisions, node, reason)
 
 
-def _kept(decisions: Pass, node: Node, reason: str) -> Decided:
+def _kept(decisions: Pass, node: Node, reason: str) -> TypedNode:
     """Keep a node with functions unchanged, and also the lists among its inputs."""
     decisions.rules.lists.keep(known.held for known in decisions.inputs_of(node))
     return decisions.as_written(node, reason)
@@ -220,14 +220,13 @@ def _calling(
     results: Sequence[Known],
     lists: Mapping[str, Sequence[Known]],
     insides: Sequence[Inside],
-) -> Decided:
+) -> TypedNode:
     changes = {
         name: tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(type=_types(knowns)))
         for name, knowns in lists.items()
     }
-    outcome = Flow(AS_WRITTEN, Value(), "calls functions")
-    decision, types = Decision("keep", TABLE), list(_types(arguments))
-    return Decided(node, OPERATIONS[node.op], decision, outcome, types, list(results), changes, tuple(insides))
+    decision = Decision(OPERATIONS[node.op], "keep", "calls functions")
+    return TypedNode(node, decision, list(_types(arguments)), list(results), changes, tuple(insides))
 
 
 def _results(body: Pass) -> list[Known]:
@@ -245,7 +244,7 @@ def _forward_call(decisions: Pass, function: Any) -> Node | None:
     return next((node for node in calls if node.definition.attr["f"].func.name == forward), None)
 
 
-_HANDLERS: dict[str, Callable[[Functions, Pass, Node], Decided]] = {
+_HANDLERS: dict[str, Callable[[Functions, Pass, Node], TypedNode]] = {
     "PartitionedCall": _call,
     "StatefulPartitionedCall": _call,
     "If": _conditional,
@@ -284,14 +283,14 @@ def lowered_in(decisions: Pass) -> set[tuple[str, str]]:
     return {
         (decided.operation, device_of(decided.node))
         for decided in decisions.everything()
-        if format_of(compute).is_low and decided.decision.op_class == "lower" and decided.outcome.format == compute
+        if format_of(compute).is_low and decided.decision.op_class == "lower" and decided.decision.format == compute
     }
 
 
 def lowers(decisions: Pass) -> bool:
     """Return whether any operation runs in the compute format, or was rewritten to it before."""
-    outcomes = (decided.outcome for decided in decisions.everything())
-    return any(one.format == decisions.rules.compute or one.reason == REWRITTEN for one in outcomes)
+    found = (decided.decision for decided in decisions.everything())
+    return any(one.format == decisions.rules.compute or one.reason == REWRITTEN for one in found)
 
 
 def _settled(rules: Rules, decide: Callable[[], Pass]) -> Pass:

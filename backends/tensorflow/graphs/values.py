@@ -28,7 +28,7 @@ from polyamp.numbering import Numbering
 from polyamp.plan import Decider
 
 if TYPE_CHECKING:
-    from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
+    from polyamp.backends.tensorflow.graphs.decisions import Pass, TypedNode
 
 VARIANT: int = tf.variant.as_datatype_enum
 MOVING = ("AddN", "Identity", "TensorListResize", "ZerosLike")
@@ -279,7 +279,7 @@ def _attributes(node: Node) -> Iterator[Hashable]:
             yield value.SerializeToString()
 
 
-def decide_list(decisions: Pass, node: Node) -> Decided:
+def decide_list(decisions: Pass, node: Node) -> TypedNode:
     """Decide a node that makes, fills, reads or moves a list: items have the type of the values put into the list."""
     name = _list_of(decisions, node)
     lists, low = decisions.rules.lists, decisions.rules.low
@@ -302,8 +302,8 @@ def decide_list(decisions: Pass, node: Node) -> Decided:
     )
     if not is_low:
         return decided
-    outcome = decided.outcome._replace(format=decisions.rules.compute)
-    return decided._replace(outcome=outcome, changes={"element_dtype": tf.compat.v1.AttrValue(type=low)})
+    decision = decided.decision._replace(format=decisions.rules.compute)
+    return decided._replace(decision=decision, changes={"element_dtype": tf.compat.v1.AttrValue(type=low)})
 
 
 def _list_of(decisions: Pass, node: Node) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.capture import POLICY_ATTRIBUTE
-from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside, Pass
+from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass, TypedNode
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, NodeDef
 from polyamp.backends.tensorflow.graphs.parts import decisions_of, guarded
 
@@ -93,7 +93,7 @@ class Body:
         self.casts: dict[tuple[str, int], str] = {}  # the names of casts, by their value and its new type
         self.anew: dict[Node, str] = {}  # the names of float32 copies, by the node that is computed again
 
-    def add(self, decided: Decided) -> None:
+    def add(self, decided: TypedNode) -> None:
         """Write a node, and before it the casts that its inputs need."""
         node, inputs = decided.node, self.inputs(decided)
         changes = {**decided.changes, **self._called(decided)}
@@ -102,10 +102,10 @@ class Body:
             changes[POLICY_ATTRIBUTE] = self._mark
         self.nodes.append(_with(node.definition, [*inputs, *(f"^{name}" for name in node.controls)], changes))
 
-    def inputs(self, decided: Decided) -> list[str]:
+    def inputs(self, decided: TypedNode) -> list[str]:
         """Return the names of a node's inputs in the types that it takes."""
         pairs = zip(decided.node.inputs, decided.input_types, strict=True)
-        return [self.value(value, dtype, decided.anew) for value, dtype in pairs]
+        return [self.value(value, dtype, decided.decision.anew) for value, dtype in pairs]
 
     def value(self, value: str, dtype: int, anew: Sequence[str] = ()) -> str:
         """Return the name of a value in a type: itself, its cast, or its float32 copy if its role is in ``anew``."""
@@ -153,7 +153,7 @@ class Body:
             self.must_run = [node.name for node in added if node.op == "AssignVariableOp"]
             self.changed = True
 
-    def restore(self, decided: Decided) -> None:
+    def restore(self, decided: TypedNode) -> None:
         """Give a node's name to a cast of its only output to its old type."""
         (port,), (known,) = decided.node.output_ports, decided.results
         if port.dtype == known.dtype:
@@ -171,7 +171,7 @@ class Body:
         cast.attr[POLICY_ATTRIBUTE].CopyFrom(self._mark)
         self.nodes.append(cast)
 
-    def _called(self, decided: Decided) -> dict[str, Any]:
+    def _called(self, decided: TypedNode) -> dict[str, Any]:
         """Return the changed attributes that name the functions which a node calls."""
         if not decided.inside:
             return {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
+from polyamp.backends.tensorflow.graphs.decisions import Pass, TypedNode
 from polyamp.backends.tensorflow.graphs.graph import FLOATING
 
 _CARRYING = frozenset({*FLOATING, tf.variant.as_datatype_enum})
@@ -38,7 +38,7 @@ class Dependence:
                     found.update(self._outputs(decided, found))
         return self._known[key]
 
-    def inside(self, decided: Decided, found: set[str]) -> list[frozenset[str]]:
+    def inside(self, decided: TypedNode, found: set[str]) -> list[frozenset[str]]:
         """Return, for each function that a node calls, its arguments that depend on the starting values."""
         flags = self._flags(decided, found)
         return [
@@ -46,7 +46,7 @@ class Dependence:
             for one in decided.inside
         ]
 
-    def _flags(self, decided: Decided, found: set[str]) -> list[bool]:
+    def _flags(self, decided: TypedNode, found: set[str]) -> list[bool]:
         """Return, for each argument of the functions that a node calls, whether it depends on the starting values."""
         node = decided.node
         flags = [value in found for value in node.inputs]
@@ -59,13 +59,13 @@ class Dependence:
         return flags
 
     @staticmethod
-    def _of_iteration(decided: Decided, flags: list[bool]) -> list[bool]:
+    def _of_iteration(decided: TypedNode, flags: list[bool]) -> list[bool]:
         attributes, count = decided.node.definition.attr, len(decided.inside[0].decisions.graph.arguments)
         carried, captured = (len(attributes[name].list.type) for name in ("Tstate", "Targuments"))
         elements = [False] * (count - carried - captured)
         return [*flags[1 : 1 + carried], *elements, *flags[len(flags) - captured :]]
 
-    def _carried(self, decided: Decided, flags: list[bool]) -> list[bool]:
+    def _carried(self, decided: TypedNode, flags: list[bool]) -> list[bool]:
         """Return which carried values of a loop depend on the starting values, after any number of iterations."""
         body = decided.inside[-1].decisions
         while True:
@@ -76,7 +76,7 @@ class Dependence:
                 return flags
             flags = turned
 
-    def _outputs(self, decided: Decided, found: set[str]) -> list[str]:
+    def _outputs(self, decided: TypedNode, found: set[str]) -> list[str]:
         node = decided.node
         if decided.inside:
             inside = zip(decided.inside, self.inside(decided, found), strict=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.graphs.decisions import Decided, Inside
+from polyamp.backends.tensorflow.graphs.decisions import Inside, TypedNode
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, closure, maker_name
 from polyamp.backends.tensorflow.graphs.writing import RESULT
 from polyamp.backends.tensorflow.recording.values import LOW, Body
@@ -53,7 +53,7 @@ class Replay:
                 self._count(body, value, values[value])
         return values
 
-    def _results(self, body: Body, decided: Decided, values: Mapping[str, Any]) -> Sequence[Any]:
+    def _results(self, body: Body, decided: TypedNode, values: Mapping[str, Any]) -> Sequence[Any]:
         node = decided.node
         types, attributes = decided.input_types, {**node.definition.attr, **decided.changes}
         if self._widened:
@@ -61,12 +61,12 @@ class Replay:
             types = [port.dtype if stays else _wide(port.dtype) for port in node.input_ports]
             attributes = {key: one if stays else _in_float32(one) for key, one in node.definition.attr.items()}
         pairs = zip(node.inputs, types, strict=True)
-        inputs = [self._cast(body, values, value, dtype, decided.anew) for value, dtype in pairs]
+        inputs = [self._cast(body, values, value, dtype, decided.decision.anew) for value, dtype in pairs]
         if decided.inside:
             return self._called(body.inside[node.name], decided, inputs)
         return list(map(self._widen, run_operation(node.definition, inputs, attributes, len(node.outputs))))
 
-    def _called(self, bodies: Sequence[Body], decided: Decided, inputs: list[Any]) -> list[Any]:
+    def _called(self, bodies: Sequence[Body], decided: TypedNode, inputs: list[Any]) -> list[Any]:
         if decided.operation == "call":
             return self._returned(bodies[0], decided.inside[0], inputs)
         if decided.operation == "cond":
@@ -81,7 +81,7 @@ class Replay:
             inputs = self._returned(*iteration, inputs)
         return inputs
 
-    def _iterated(self, body: Body, decided: Decided, inputs: list[Any]) -> list[Any]:
+    def _iterated(self, body: Body, decided: TypedNode, inputs: list[Any]) -> list[Any]:
         """Run ``for batch in dataset``, whose function takes carried values, an element and captured values."""
         attributes = decided.node.definition.attr
         carried, captured = (len(attributes[name].list.type) for name in ("Tstate", "Targuments"))

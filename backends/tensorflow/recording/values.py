@@ -14,7 +14,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow import unstable
 from polyamp.backends.tensorflow.gradients import SIXTEEN_BIT
 from polyamp.backends.tensorflow.graphs.capture import concrete_of, walking
-from polyamp.backends.tensorflow.graphs.decisions import Decided, Pass
+from polyamp.backends.tensorflow.graphs.decisions import Pass, TypedNode
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32
 from polyamp.backends.tensorflow.recording.dependence import Dependence
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Kind
@@ -131,7 +131,7 @@ class Body:
             for body in bodies:
                 yield from body.parameters()
 
-    def _computed(self, decided: Decided) -> list[str]:
+    def _computed(self, decided: TypedNode) -> list[str]:
         name, parts = decided.node.name, self.decisions.parts
         if not _computes(decided) or decided.inside or name in parts.update or name in parts.averaging:
             return []
@@ -173,13 +173,13 @@ def _varying(decisions: Pass) -> set[str]:
     return found
 
 
-def _class(decided: Decided) -> str:
+def _class(decided: TypedNode) -> str:
     """Return the class of an operation, also for one inside the update."""
     entry, op_class = TABLE.get(decided.operation), decided.decision.op_class
     return entry.op_class if op_class == "keep" and entry is not None else op_class
 
 
-def _computes(decided: Decided) -> bool:
+def _computes(decided: TypedNode) -> bool:
     """Return whether a node computes values, instead of moving, casting or receiving them."""
     entry = TABLE.get(decided.operation)
     if entry is None:

@@ -54,12 +54,12 @@ def behaviour(operator: str, region: Region, device_type: str) -> str | None:
     """Return the class that an operator gets in a region; None leaves the operator to native autocast."""
     native = category(operator, device_type)
     decision = decide(region.rules, class_name(operator))
-    if not decision.is_by_rule:
+    if not decision.rule:
         return _without_rule(operator, native, region, device_type)
     if native == "unknown":
         warn_once(
             f"{operator} is in native autocast's list of torch {torch.__version__}, which is newer than polyamp's "
-            f"table: {decision.reason} has no effect on it. Update polyamp."
+            f"table: {decision.rule} has no effect on it. Update polyamp."
         )
         return None
     return None if native == _DOES.get(decision.op_class) else decision.op_class

@@ -162,7 +162,7 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
                 f"{path} {users_line()}".strip(),
                 decision.op_class,
                 format_name,
-                _reason(operator.name, decision, format_name, results[0].device.type, self._policy),
+                _reason(decision, format_name, results[0].device.type, self._policy),
                 casts=len(casts),
                 bytes_cast=sum(before for before, _ in casts),
                 bytes_moved=_bytes([*given, *results]) + sum(map(sum, casts)),
@@ -171,15 +171,17 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
         )
 
 
-def _reason(name: str, decision: Decision, format_name: str, device_type: str, policy: Policy) -> str:
+def _reason(decision: Decision, format_name: str, device_type: str, policy: Policy) -> str:
     """Return why an operation ran in a format: the rule or list that asks for it, or its inputs."""
     if format_name == AS_WRITTEN:
         return decision.reason if decision.op_class == "keep" else NO_FLOATS
     wanted = {"lower": policy.compute, "full": "float32"}
-    if decision.reason != TABLE:
+    if decision.rule:
         agrees = wanted.get(decision.op_class, format_name) == format_name
-        return decision.reason if agrees else f"{decision.reason} has no effect here"
-    listed = native_class(name, device_type, DTYPES[policy.compute]) if device_type in DEVICE_TYPES else ""
+        return decision.rule if agrees else f"{decision.rule} has no effect here"
+    listed = (
+        native_class(decision.operation, device_type, DTYPES[policy.compute]) if device_type in DEVICE_TYPES else ""
+    )
     if listed in wanted and wanted[listed] == format_name:
         return TABLE if listed == decision.op_class else f"native autocast's list for {device_type}"
     if decision.op_class == "inner":

@@ -54,7 +54,7 @@ from polyamp.backends.torch.graphs.values import (
 )
 from polyamp.backends.torch.graphs.writing import AS_IT_IS, Attributes, Manner, Writing, may_exceed
 from polyamp.errors import UsageError
-from polyamp.flow import AS_WRITTEN, NO_FLOATS, TABLE, WEAK, Decision, Flow, Value, is_wide
+from polyamp.flow import AS_WRITTEN, NO_FLOATS, TABLE, WEAK, Decision, Value
 from polyamp.plan import Decider, PlannedOperation
 from polyamp.readers import DIVIDES, Read, look
 
@@ -63,7 +63,7 @@ _WITH_NUMBERS = frozenset(
     {"add", "sub", "mul", "div", "floor_div", "remainder", "lerp", "addcmul", "addcdiv", "compare"}
     | {"where", "clip", "maximum", "minimum", "fill", "scatter", "pad"}
 )
-_ITEM = Decision("neutral", TABLE)
+_ITEM = Decision("slice", "neutral", TABLE)
 _AUTOCAST = {"_enter_autocast": 1, "_exit_autocast": -1}
 _MAKING = frozenset({"constant", "fill"})  # they make a tensor of a number
 # Operations that promote integers to the type of floating operands, in which large ones may not fit.
@@ -132,8 +132,8 @@ class Pass:
 
     # --- nodes --------------------------------------------------------------------------------------------------------
 
-    def _read_node(self, node: Node) -> tuple[str, Decision] | None:
-        """Return the name and class of an operation; give the node's value its number, before anything is written."""
+    def _read_node(self, node: Node) -> Decision | None:
+        """Decide the class of an operation; give the node's value its number, before anything is written."""
         if node.op in ("placeholder", "output"):
             return None
         if node.op == "get_attr":
@@ -169,9 +169,9 @@ class Pass:
 
     def _read(self, node: Node) -> Read:
         """Return an operation as the look at readers sees it; the bodies of calls are not followed."""
-        name, decision = self._classes.get(node, ("slice", _ITEM))
-        used = [] if name in _MAKING else [one for one in operands_of(node) if self._floats(one)]
-        return Read(name, decision.op_class, used, [node] if self._floats(node) else [])
+        decision = self._classes.get(node, _ITEM)
+        used = [] if decision.operation in _MAKING else [one for one in operands_of(node) if self._floats(one)]
+        return Read(decision.operation, decision.op_class, used, [node] if self._floats(node) else [])
 
     def _floats(self, node: Node) -> bool:
         return any(map(is_floating, tensors_of(self._declared(node))))
@@ -194,7 +194,7 @@ class Pass:
 
     def _write_node(self, node: Node) -> Known:
         if node in self._classes:
-            return self._write_operation(node, *self._classes[node])
+            return self._write_operation(node, self._classes[node])
         example = node.meta.get("example_value")
         if node.op == "get_attr":
             return self._write_attribute(node, example)
@@ -231,30 +231,30 @@ class Pass:
         known = Known(new, source.fake[index], declared, known_value(declared) if is_integral(declared) else value)
         return self._round(known) if index == 0 and node.args[0] in self._rounding else known
 
-    def _write_operation(self, node: Node, operation: str, decision: Decision) -> Known:
+    def _write_operation(self, node: Node, decision: Decision) -> Known:
         inputs = [self.known[used] for used in node.all_input_nodes]
-        outcome, known = self._decide(node, operation, decision)
+        decision, known = self._decide(node, decision)
         value = value_by_type(known, inputs)
-        if self.numbers.is_constant(node) and isinstance(value, Value) and operation != "mean":
+        if self.numbers.is_constant(node) and isinstance(value, Value) and decision.operation != "mean":
             # what is made of constants alone may be the weights of an average
             value = value._replace(role="weights") if value.role in ("", "statistic") else value
         known = known._replace(value=value)
-        self.decider.lowered |= outcome.format == self.decider.compute
+        self.decider.lowered |= decision.format == self.decider.compute
         if tensors_of(known.declared) or self.aliases.changed[node]:
-            self.operations.append(plan_entry(node, operation, decision, outcome, inputs, known, self._new.made))
+            self.operations.append(plan_entry(node, decision, inputs, known, self._new.made))
         self._new.made.clear()
         return known
 
-    def _classify(self, node: Node) -> tuple[str, Decision]:
-        """Return an operation's name and class. A user's rule for ``mul`` also holds for a square."""
+    def _classify(self, node: Node) -> Decision:
+        """Decide the class of an operation. A user's rule for ``mul`` also holds for a square."""
         path, plain = path_of(node), operation_of(node) or native_name(node)
         name = self.numbers.specific(node, plain)
         decision, of_plain = self.decider.decide(name, path), self.decider.decide(plain, path)
         if self._off and decision.op_class not in ("neutral", "keep"):
-            return name, Decision("full", "torch.autocast(enabled=False)")
-        return (plain, of_plain) if decision.reason == TABLE != of_plain.reason else (name, decision)
+            return Decision(name, "full", "torch.autocast(enabled=False)")
+        return of_plain if decision.reason == TABLE != of_plain.reason else decision
 
-    def _operands(self, node: Node, operation: str, decision: Decision) -> list[Value]:
+    def _operands(self, node: Node, decision: Decision) -> list[Value]:
         """Return the facts about a node's operands, in order; except an addend of a product that may be saturated."""
         operands = [(used, value_of(self.known[used])) for used in operands_of(node)]
         addend = addend_of(node) if decision.op_class == "lower" else None
@@ -262,56 +262,62 @@ class Pass:
             value
             for used, value in operands
             if (is_floating(self.known[used].declared) and not (used is addend and may_exceed(value)))
-            or (operation in _WITH_INTEGERS and is_integral(self.known[used].declared) and value.state != "weak")
+            or (
+                decision.operation in _WITH_INTEGERS
+                and is_integral(self.known[used].declared)
+                and value.state != "weak"
+            )
         ]
 
-    def _apply_rule(self, node: Node, operation: str, decision: Decision, floating: list[Node]) -> Flow:
+    def _apply_rule(self, node: Node, decision: Decision, floating: list[Node]) -> Decision:
         """Apply the flow rule to a node."""
+        operation = decision.operation
         numbers = numbers_of(node) if operation in _WITH_NUMBERS | _MAKING else []
         constant = self.decider.constant(*numbers)
         if not floating:
             known = [self.known[one] for one in node.all_input_nodes if tensors_of(self.known[one].declared)]
             given = [join_values(one.value) if isinstance(one.value, list) else one.value for one in known]
-            return Flow(AS_WRITTEN, value_without_floats(operation, given, constant), NO_FLOATS)
-        values = self._operands(node, operation, decision)
+            return decision._replace(output=value_without_floats(operation, given, constant), reason=NO_FLOATS)
+        values = self._operands(node, decision)
         values_and_numbers = [*values, constant] if constant.unfit else values
-        outcome = self.decider.flow(operation, decision, values_and_numbers, held=self._held.get(node, ""))
+        decision = self.decider.flow(decision, values_and_numbers, held=self._held.get(node, ""))
         if operation == "fill" and len(values) == 1 and values[0].state in ("input", "strong"):
-            return outcome._replace(output=constant)  # it uses the shape of its operand, and not its numbers
-        return self._make_possible(node, operation, decision, outcome, values)
+            return decision._replace(output=constant)  # it uses the shape of its operand, and not its numbers
+        return self._make_possible(node, decision, values)
 
-    def _make_possible(
-        self, node: Node, operation: str, decision: Decision, outcome: Flow, values: Sequence[Value]
-    ) -> Flow:
-        """Change the flow rule's outcome where memory, the user's own dtypes or kernels do not allow it."""
+    def _make_possible(self, node: Node, decision: Decision, values: Sequence[Value]) -> Decision:
+        """Change a decision where memory, the user's own dtypes or kernels do not allow it."""
         if self.aliases.keeps(node):
             moved = next((value for value in values if value.state == "strong"), values[0])
-            return Flow(AS_WRITTEN, moved, "its memory is changed in place elsewhere")
-        if operation == "cast" and any(value.state == "low" for value in values):
-            return outcome._replace(output=Value("strong", "cast"))
-        if outcome.format != AS_WRITTEN and node.kwargs.get("dtype") == torch.float32:
-            return Flow("float32", Value("strong", operation), "dtype=torch.float32 was asked for")
-        if outcome.output.state == "low" and is_wide(operation, decision):
-            return outcome._replace(format="float32")
-        return outcome
+            return _as_written(decision, "its memory is changed in place elsewhere", moved)
+        if decision.operation == "cast" and any(value.state == "low" for value in values):
+            return decision._replace(output=Value("strong", "cast"))
+        if decision.format != AS_WRITTEN and node.kwargs.get("dtype") == torch.float32:
+            output = Value("strong", decision.operation)
+            return decision._replace(
+                format="float32", output=output, reason="dtype=torch.float32 was asked for", anew=()
+            )
+        if decision.output.state == "low" and decision.is_wide:
+            return decision._replace(format="float32")
+        return decision
 
-    def _decide(self, node: Node, operation: str, decision: Decision) -> tuple[Flow, Known]:
+    def _decide(self, node: Node, decision: Decision) -> tuple[Decision, Known]:
         """Decide and write an operation; as the user wrote it if PyTorch cannot run it as decided."""
         used = dict.fromkeys([*operands_of(node), *node.all_input_nodes])
         floating = [one for one in used if is_floating(self.known[one].declared)]
-        outcome = self._apply_rule(node, operation, decision, floating)
-        if outcome.format == AS_WRITTEN:
-            return outcome, self._write(node, AS_IT_IS, outcome.output)
-        how = writing.manner(node, operation, decision, outcome, floating, self._low)
+        decision = self._apply_rule(node, decision, floating)
+        if decision.format == AS_WRITTEN:
+            return decision, self._write(node, AS_IT_IS, decision.output)
+        how = writing.manner(node, decision, floating, self._low)
         try:
-            known = self._write(node, how, outcome.output, outcome.anew)
+            known = self._write(node, how, decision.output, decision.anew)
         except (RuntimeError, TypeError, NotImplementedError) as error:
-            refusal = f"{native_name(node)} does not run in {outcome.format}: {str(error).partition(chr(10))[0]}"
+            refusal = f"{native_name(node)} does not run in {decision.format}: {str(error).partition(chr(10))[0]}"
         else:
             self._again[node] = self._new.records
-            return outcome, known._replace(value=writing.of_results(operation, known.value, known.fake))
+            return decision, known._replace(value=writing.of_results(decision.operation, known.value, known.fake))
         self.decider.refuse(refusal, decision)
-        return Flow(AS_WRITTEN, WEAK, refusal), self._write(node, AS_IT_IS, WEAK)
+        return _as_written(decision, refusal), self._write(node, AS_IT_IS, WEAK)
 
     # --- writing ------------------------------------------------------------------------------------------------------
 
@@ -428,6 +434,10 @@ def under_autocast(where: str) -> UsageError:
         fix="remove the autocast region, and write rules for the modules inside it: "
         'polyamp.policy(policy, rules={"head": "full"})',
     )
+
+
+def _as_written(decision: Decision, reason: str, output: Value = WEAK) -> Decision:
+    return decision._replace(format=AS_WRITTEN, output=output, reason=reason, anew=())
 
 
 def _runs_bodies(node: Node) -> bool:

@@ -17,32 +17,24 @@ from polyamp.backends.torch.dtypes import name_of
 from polyamp.backends.torch.graphs.graph import line_of, native_name, path_of
 from polyamp.backends.torch.graphs.values import Known
 from polyamp.backends.torch.unstable import hint
-from polyamp.flow import AS_WRITTEN, Decision, Flow
+from polyamp.flow import AS_WRITTEN, Decision
 from polyamp.plan import PlannedOperation
 
 Casts = Iterable[tuple[Known, torch.dtype]]
 
 
-def plan_entry(
-    node: Node,
-    operation: str,
-    decision: Decision,
-    outcome: Flow,
-    inputs: Sequence[Known],
-    known: Known,
-    made: Casts,
-) -> PlannedOperation:
+def plan_entry(node: Node, decision: Decision, inputs: Sequence[Known], known: Known, made: Casts) -> PlannedOperation:
     """Return a plan's entry for an operation, with the casts that were made for it."""
     cast = {id(source.node): dtype for source, dtype in made}
     read = sum(_bytes(one.fake, cast.get(id(one.node))) for one in inputs)
     count, before, traffic = _traffic(made)
     return PlannedOperation(
-        operation,
+        decision.operation,
         native_name(node),
         _place(node),
         decision.op_class,
-        outcome.format,
-        outcome.reason,
+        decision.format,
+        decision.reason,
         casts=count,
         bytes_cast=before,
         bytes_moved=read + _bytes(known.fake) + traffic,

@@ -15,7 +15,7 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.graphs.graph import native_name
 from polyamp.backends.torch.graphs.values import Known, dtypes_of, fake_as, target_of, value_of
 from polyamp.backends.torch.operations import WITH_STATISTICS
-from polyamp.flow import Decision, Flow, Value, is_wide
+from polyamp.flow import Decision, Value
 
 
 class Writing:
@@ -128,18 +128,17 @@ class Manner(NamedTuple):
 AS_IT_IS = Manner(torch.float32, ())
 
 
-def manner(
-    node: Node, operation: str, decision: Decision, outcome: Flow, floating: Sequence[Node], low: torch.dtype
-) -> Manner:
+def manner(node: Node, decision: Decision, floating: Sequence[Node], low: torch.dtype) -> Manner:
     """Return how a node runs after the decision of the flow rule."""
+    operation = decision.operation
     data = floating[:1] if operation in WITH_STATISTICS else floating
-    if outcome.output.state != "low":
+    if decision.output.state != "low":
         return Manner(torch.float32, data)
-    if outcome.format == "float32":
-        return Manner(torch.float32, data, rounded=outcome.rounds)
+    if decision.format == "float32":
+        return Manner(torch.float32, data, rounded=decision.rounds)
     has_kernel = (native_name(node).partition(".")[0], _device_type(node)) not in _WITHOUT_KERNEL
     divides = operation == "div" and len(set(floating)) == 2 and low == torch.float16
-    if is_wide(operation, decision) or not has_kernel or sums_gradients(node, operation) or divides:
+    if decision.is_wide or not has_kernel or sums_gradients(node, operation) or divides:
         return Manner(torch.float32, data, rounded=True)  # the derivative of ``a / b`` has ``a / b / b``
     takes_mixed = _device_type(node) in _MIXED.get(operation, ())
     return Manner(low, floating[:1] if takes_mixed else data)

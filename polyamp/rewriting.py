@@ -13,8 +13,8 @@ from polyamp.errors import check_arguments, check_callable, not_traced, refuses_
 from polyamp.plan import Plan
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.regions import chosen_policy
 from polyamp.trees import too_deep
+from polyamp.without_effect import chosen_policy
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.graphs.rewrite import Rewritten as RewrittenModule

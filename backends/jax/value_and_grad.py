@@ -16,9 +16,9 @@ from polyamp.backends.jax.state import LossScaleOptState, check_single, find_sta
 from polyamp.errors import InvalidValueError, no_loss, wrong_type
 from polyamp.policies import Policy, current_policy
 from polyamp.policies import policy as make_policy
-from polyamp.regions import chosen_policy, report_missing_scale
 from polyamp.scale import report_nonfinite_loss
 from polyamp.settings import LossScale
+from polyamp.without_effect import chosen_policy, report_missing_scale
 
 
 def value_and_grad(

@@ -18,7 +18,7 @@ from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, kind_
 from polyamp.formats import format_of
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.regions import report_nothing_lowered, report_unused
+from polyamp.without_effect import report_nothing_lowered, report_unused
 
 
 def convert(model: Any, policy: Policy | str) -> Any:

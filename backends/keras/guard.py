@@ -32,8 +32,8 @@ from polyamp.errors import LossScaleError, NonFiniteLossError, warn_once
 from polyamp.formats import format_of
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.regions import report_missing_scale
 from polyamp.scale import report_nonfinite_loss
+from polyamp.without_effect import report_missing_scale
 
 _PLAIN = "_polyamp_plain"  # the attribute of a guarded step that is the step without its guard
 

@@ -23,10 +23,10 @@ from polyamp.backends.keras.native import (
 )
 from polyamp.backends.keras.unstable import is_mapped, layout_of
 from polyamp.errors import InvalidValueError, no_loss
-from polyamp.regions import report_missing_scale
 from polyamp.scale import advance, can_divide, on_host, report_limits, report_nonfinite_loss
 from polyamp.settings import LossScale, LossScaleState
 from polyamp.unscaled import ScaledLosses
+from polyamp.without_effect import report_missing_scale
 
 _UNKNOWN = LossScaleState(*[None] * len(LossScaleState._fields))
 _NAMES = ("dynamic_scale", "step_counter", *LossScaleState._fields[2:])  # Keras' class has variables with the first two

@@ -20,7 +20,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.gradients import values_of
 from polyamp.backends.tensorflow.graphs.graph import Places, closure, is_gradient
 from polyamp.errors import unscaled_loss, warn_once
-from polyamp.regions import is_rewritten
+from polyamp.without_effect import is_rewritten
 
 _CLIPPING = ("ClipByValue", "Maximum", "Minimum", "L2Loss", "EuclideanNorm")
 

@@ -32,10 +32,10 @@ from polyamp.backends.tensorflow.unstable import is_recording
 from polyamp.errors import InvalidTypeError, UsageError, check_master_weights, kind_of, no_loss, norm_limit
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.regions import report_missing_scale
 from polyamp.scale import StepResult, advance, can_divide, on_host, report_limits, report_nonfinite_loss
 from polyamp.settings import LossScale, LossScaleState
 from polyamp.unscaled import ScaledLosses, gradients_in, pairs_in
+from polyamp.without_effect import report_missing_scale
 
 SCALES = ("loss_scale", "dynamic_scale")
 """Names of the variables that hold a loss scale: in polyamp, and in Keras' optimizers."""

@@ -16,7 +16,7 @@ from polyamp.errors import InvalidTypeError, kind_of, warn_once
 from polyamp.flow import unused
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.regions import report_unused
+from polyamp.without_effect import report_unused
 
 # Their kernels take 16-bit data with float32 parameters and statistics, on every device.
 _TAKING_MIXED = (

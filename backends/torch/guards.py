@@ -21,7 +21,7 @@ from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping
 from polyamp.errors import UsageError, warn_once
 from polyamp.policies import in_policy
-from polyamp.regions import report_missing_scale
+from polyamp.without_effect import report_missing_scale
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer

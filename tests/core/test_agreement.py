@@ -8,7 +8,7 @@ import pytest
 
 from polyamp import LossScale, Policy, PolyampWarning, policy
 from polyamp.errors import forget_warnings
-from polyamp.regions import chosen_policy, report_missing_scale, traced_for  # noqa: TID251
+from polyamp.without_effect import chosen_policy, report_missing_scale, traced_for
 
 NONE, DYNAMIC, CHECKED = LossScale.none(), LossScale(), LossScale.skip_nonfinite()
 FP16, BF16, FP32 = policy("mixed_float16"), policy("mixed_bfloat16"), policy("float32")

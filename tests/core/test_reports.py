@@ -16,8 +16,8 @@ from polyamp.diagnosis.comparison import Run
 from polyamp.diagnosis.parity import add_run, read_runs
 from polyamp.errors import InvalidValueError, forget_warnings
 from polyamp.flow import Rule
-from polyamp.regions import report_nothing_lowered, report_refused, report_unused  # noqa: TID251
 from polyamp.report import write_json
+from polyamp.without_effect import report_nothing_lowered, report_refused, report_unused
 
 
 def shown_by(report: object, *args: object, **kwargs: object) -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ from polyamp.errors import is_integer, not_traced, wrong_type
 from polyamp.plan import Decider, Plan
 from polyamp.policies import Policy, current_policy
 from polyamp.policies import policy as make_policy
-from polyamp.regions import NO_PRODUCTS, report_nothing_lowered, report_unused
+from polyamp.without_effect import NO_PRODUCTS, report_nothing_lowered, report_unused
 
 HANDLERS: dict[str, Handler] = {
     "optimization_barrier": interpreter.barrier,

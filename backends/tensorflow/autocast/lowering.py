@@ -27,7 +27,7 @@ from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import Parameter
 from polyamp.flow import Rule, decide
 from polyamp.operations import OPERATIONS as TABLE
-from polyamp.regions import report_nothing_lowered, report_unused
+from polyamp.without_effect import report_nothing_lowered, report_unused
 
 _REMEMBERED = 4096  # most decisions to keep: every trace has new names of scopes
 

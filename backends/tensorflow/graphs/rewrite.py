@@ -28,7 +28,7 @@ from polyamp.errors import not_traced, warn_once
 from polyamp.formats import format_of
 from polyamp.plan import Plan
 from polyamp.policies import Policy
-from polyamp.regions import NO_PRODUCTS, report_nothing_lowered, report_refused, report_unused, traced_for
+from polyamp.without_effect import NO_PRODUCTS, report_nothing_lowered, report_refused, report_unused, traced_for
 
 _PLANS = "_polyamp_plans"  # an attribute of a rewritten function's Python function, which bound methods share
 

@@ -30,7 +30,7 @@ from polyamp.backends.torch.tracking import ModuleHooks, paths_in
 from polyamp.errors import UnsupportedError
 from polyamp.flow import Rule
 from polyamp.operations import OPERATIONS
-from polyamp.regions import report_unused as report_rules
+from polyamp.without_effect import report_unused as report_rules
 
 # Which region holds in which module.
 

@@ -30,8 +30,8 @@ from polyamp.formats import format_of
 from polyamp.plan import Decider, Plan
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.regions import report_nothing_lowered, report_refused, report_unused
 from polyamp.trees import check_tree
+from polyamp.without_effect import report_nothing_lowered, report_refused, report_unused
 
 
 def rewrite(

@@ -9,9 +9,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from polyamp.errors import check_arguments, is_integer, refuses_unreadable
-from polyamp.flow import Decision, Rule, Value, constant, decide, flow, parameter, table, unused
+from polyamp.flow import Decision, Value, constant, decide, flow, parameter, table
 from polyamp.policies import Policy
 from polyamp.report import Report, aligned, in_bytes, plural
+from polyamp.rules import Rule, unused
 
 
 class PlannedOperation(NamedTuple):

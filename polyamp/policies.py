@@ -18,8 +18,9 @@ from polyamp.errors import (
     unknown_options,
     wrong_type,
 )
-from polyamp.flow import Decision, Rule, decide, parse_rules
+from polyamp.flow import Decision, decide
 from polyamp.formats import format_of, name_of_dtype
+from polyamp.rules import Rule, parse_rules
 from polyamp.settings import LossScale
 from polyamp.spellings import WORDS, Words, default_loss_scale, default_rules, read, write
 from polyamp.trees import too_deep

@@ -15,8 +15,8 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-READ_IN_FULL = "read by full work alone"
-ACCUMULATES = "a state that is written"
+from polyamp.flow import ACCUMULATES, READ_IN_FULL
+
 DIVIDES = "a constant divisor"
 
 _MOVES = frozenset({"reshape", "broadcast", "transpose", "slice", "gather", "identity", "cast", "neg", "where"})

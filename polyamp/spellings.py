@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyamp.errors import InvalidValueError, did_you_mean, shown
-from polyamp.flow import Rule, parse_rules
 from polyamp.formats import format_of
+from polyamp.rules import Rule, parse_rules
 from polyamp.settings import LossScale
 
 _FIELDS = {"p": "param", "param": "param", "params": "param", "c": "compute", "compute": "compute"}

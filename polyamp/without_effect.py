@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from polyamp.errors import warn_once
-from polyamp.flow import Rule
 from polyamp.policies import Policy, current_policy, in_policy
+from polyamp.rules import Rule
 from polyamp.settings import LossScale
 
 

@@ -32,11 +32,11 @@ from polyamp.backends.keras.native import BACKEND, CASTABLE
 from polyamp.backends.keras.operations import ACTIVATIONS, OPERATIONS
 from polyamp.backends.keras.unstable import autocast_variables, layers_inside
 from polyamp.errors import UnsupportedError
-from polyamp.flow import Rule
 from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as TABLE
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
+from polyamp.rules import Rule
 
 _NORM = re.compile(r"(batch|layer|group|instance|rms|unit)?_?norm(alization|alize|alizer)?(_?\d+d)?$", re.IGNORECASE)
 _NORMS = {"batch": "batch_norm", "layer": "layer_norm", "group": "group_norm"}

@@ -13,9 +13,9 @@ from polyamp.backends.torch.casting import cast_tensor, cast_to, store_parameter
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.modules import kept_by_authors, operation_of
 from polyamp.errors import InvalidTypeError, kind_of, warn_once
-from polyamp.flow import unused
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
+from polyamp.rules import unused
 from polyamp.without_effect import report_unused
 
 # Their kernels take 16-bit data with float32 parameters and statistics, on every device.

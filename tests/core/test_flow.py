@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyamp.flow import AS_WRITTEN, Rule, Value, decide, flow
+from polyamp.flow import AS_WRITTEN, Value, decide, flow
 from polyamp.operations import CLASSES, OPERATIONS
+from polyamp.rules import Rule
 from support.flow_cases import (
     COMPUTE,
     INPUT,

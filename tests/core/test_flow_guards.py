@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyamp.flow import TABLE, Decision, Rule, Value, constant, decide, flow, unused
+from polyamp.flow import TABLE, Decision, Value, constant, decide, flow
 from polyamp.formats import FORMATS
 from polyamp.operations import CLASSES, OPERATIONS
+from polyamp.rules import Rule, unused
 from support.flow_cases import (
     COMPUTE,
     LOW,

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from polyamp.flow import Decision, Rule, Value, constant, decide, flow
+from polyamp.flow import Decision, Value, constant, decide, flow
+from polyamp.rules import Rule
 from support.flow_cases import COMPUTE, INPUT, LOW, STRONG, WEAK, by_table
 
 # Programs, a line for each operation: the name of its result, the operation, and the names of its operands. ``x`` and

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyamp.flow import Decision, Value, decide, flow, parameter, parse_rules, table
+from polyamp.flow import ACCUMULATES, READ_IN_FULL, Decision, Value, decide, flow, parameter, table
 from polyamp.numbering import Numbering
-from polyamp.readers import ACCUMULATES, DIVIDES, READ_IN_FULL, Read, look
+from polyamp.readers import DIVIDES, Read, look
+from polyamp.rules import parse_rules
 
 LOW, WEAK, STRONG, WEIGHTS = Value("low", "matmul"), Value(), Value("strong", "square"), Value(role="weights")
 

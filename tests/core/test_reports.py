@@ -15,8 +15,8 @@ import pytest
 from polyamp.diagnosis.comparison import Run
 from polyamp.diagnosis.parity import add_run, read_runs
 from polyamp.errors import InvalidValueError, forget_warnings
-from polyamp.flow import Rule
 from polyamp.report import write_json
+from polyamp.rules import Rule
 from polyamp.without_effect import report_nothing_lowered, report_refused, report_unused
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from polyamp.flow import Value, decide, flow
+from polyamp.flow import ACCUMULATES, READ_IN_FULL, Value, decide, flow
 from polyamp.operations import OPERATIONS, RULE_VERSION
-from polyamp.readers import ACCUMULATES, READ_IN_FULL
 from support.flow_cases import COMPUTE, LOW, MIXES, STRONG, WEAK
 
 ROOT = Path(__file__).parents[2]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import polyamp
-from polyamp.flow import Rule, decide, parse_rules, unused
+from polyamp.flow import decide
 from polyamp.operations import OPERATIONS
+from polyamp.rules import Rule, parse_rules, unused
 
 
 @pytest.mark.parametrize(

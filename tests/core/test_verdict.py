@@ -16,7 +16,7 @@ from polyamp.diagnosis.diagnose import Verdict
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation
 from polyamp.errors import InvalidTypeError, InvalidValueError
-from polyamp.flow import Rule
+from polyamp.rules import Rule
 from support.diagnosis_cases import observation, recording
 
 INF, NAN = math.inf, math.nan

@@ -25,8 +25,9 @@ from polyamp.backends.tensorflow.devices import default_device, lowerable_types,
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, UPDATE_SCOPE
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import Parameter
-from polyamp.flow import Rule, decide
+from polyamp.flow import decide
 from polyamp.operations import OPERATIONS as TABLE
+from polyamp.rules import Rule
 from polyamp.without_effect import report_nothing_lowered, report_unused
 
 _REMEMBERED = 4096  # most decisions to keep: every trace has new names of scopes

@@ -25,8 +25,9 @@ from polyamp.backends.torch.autocast.regions import Region
 from polyamp.backends.torch.operations import canonical
 from polyamp.backends.torch.unstable import all_operators, registered_operators
 from polyamp.errors import warn_once
-from polyamp.flow import Rule, decide
+from polyamp.flow import decide
 from polyamp.operations import OPERATIONS
+from polyamp.rules import Rule
 
 # The native category that already does what a class asks for; then nothing is overridden. None does what ``inner`` asks
 # for, nor ``promote``: native kernels refuse float16 next to bfloat16.

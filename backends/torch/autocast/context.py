@@ -23,9 +23,9 @@ from polyamp.backends.torch.autocast.regions import (
 from polyamp.backends.torch.devices import REPORTED, report_slow
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.errors import UnsupportedError, warn_once
-from polyamp.flow import Rule
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
+from polyamp.rules import Rule
 from polyamp.spellings import default_rules
 
 

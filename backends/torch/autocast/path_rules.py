@@ -28,8 +28,8 @@ from polyamp.backends.torch.autocast.regions import DEVICE_TYPES, MARKED, Marks,
 from polyamp.backends.torch.dtypes import name_of
 from polyamp.backends.torch.tracking import ModuleHooks, paths_in
 from polyamp.errors import UnsupportedError
-from polyamp.flow import Rule
 from polyamp.operations import OPERATIONS
+from polyamp.rules import Rule
 from polyamp.without_effect import report_unused as report_rules
 
 # Which region holds in which module.

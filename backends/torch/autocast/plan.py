@@ -26,9 +26,10 @@ from polyamp.backends.torch.recording.record import Run
 from polyamp.backends.torch.recording.widening import crosses_16_bits, tensors
 from polyamp.backends.torch.user_code import users_line
 from polyamp.errors import InvalidValueError
-from polyamp.flow import AS_WRITTEN, NO_FLOATS, TABLE, Decision, unused
+from polyamp.flow import AS_WRITTEN, NO_FLOATS, TABLE, Decision
 from polyamp.plan import Plan, PlannedOperation
 from polyamp.policies import Policy
+from polyamp.rules import unused
 
 
 def plan_of_run(

@@ -37,7 +37,7 @@ import torch
 
 from polyamp.backends.torch import unstable
 from polyamp.errors import InvalidValueError
-from polyamp.flow import Rule
+from polyamp.rules import Rule
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.autocast.boxed import Kernels

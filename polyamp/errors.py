@@ -385,8 +385,10 @@ def unscaled_loss(*, where: str, fix: str) -> UsageError:
     )
 
 
-def no_loss(found: object, *, allowed: str) -> InvalidTypeError:
+def no_loss(loss: object, *, allowed: str) -> InvalidTypeError:
     """Return the error for scaling an object that is not a floating-point tensor."""
+    dtype, shape = getattr(loss, "dtype", None), getattr(loss, "shape", "")
+    found = shown(loss) if dtype is None else f"a tensor of {getattr(dtype, 'name', dtype)} with shape {shape}"
     return InvalidTypeError(
         "the loss must be a floating-point tensor",
         where="scaling the loss",

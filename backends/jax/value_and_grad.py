@@ -187,8 +187,7 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
 def _checked_loss(loss: Any) -> jax.Array:
     """Return the loss as f32[], or as f64[] if it is one."""
     if not (is_array(loss) and jnp.issubdtype(loss.dtype, jnp.floating)):
-        found = f"an array of {loss.dtype}" if is_array(loss) else type(loss).__name__
-        raise no_loss(found, allowed="a floating-point array of shape (); with other values under has_aux=True")
+        raise no_loss(loss, allowed="a floating-point array of shape (); with other values under has_aux=True")
     if loss.shape != ():
         raise InvalidValueError(
             "the loss is not a scalar",

@@ -17,8 +17,9 @@ from typing import Any
 import keras
 from keras import ops
 
+from polyamp.arrays import has_sixteen_bits
 from polyamp.backends.keras.layers import amended, own_policy, remaining_policy, walk
-from polyamp.backends.keras.native import BACKEND, framework, is_sixteen_bit
+from polyamp.backends.keras.native import BACKEND, framework
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.unstable import build_loss, build_metrics_and_optimizer, variable_path
 from polyamp.diagnosis.lint import Facts, OptimizerState
@@ -203,7 +204,7 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         policy=policy,
         optimizer=_kind_of(chosen),
         unscaled=known.unscaled or missed,
-        low_parameters=tuple(one.path for one in target.trainable_variables if is_sixteen_bit(one)),
+        low_parameters=tuple(one.path for one in target.trainable_variables if has_sixteen_bits(one)),
         has_masters=isinstance(chosen, LossScaledOptimizer) and chosen.master_weights is not False,
         layer_policies=tuple((layer.path, layer.dtype_policy.name) for layer in low),
     )

@@ -12,7 +12,6 @@ from typing import Any
 
 import keras
 from keras import ops
-from keras.backend import standardize_dtype
 
 from polyamp.adapters import Adapter, adapter_named
 from polyamp.backends.keras.unstable import in_stateless_scope, jax_trace
@@ -22,8 +21,7 @@ from polyamp.trees import check_tree
 from polyamp.unscaled import ScaledLosses
 
 BACKEND: str = keras.backend.backend()
-SIXTEEN_BIT = ("float16", "bfloat16")
-CASTABLE = ("float32", *SIXTEEN_BIT)
+CASTABLE = ("float32", "float16", "bfloat16")
 """The formats between which polyamp casts; data in other formats, such as float64, stay as they are."""
 
 if BACKEND == "tensorflow":
@@ -83,16 +81,6 @@ def cast(tree: Any, format_name: str) -> Any:
 
     check_tree(tree, "policy.cast_to_...(tree)")
     return framework().cast(keras.tree.map_structure(tensor_of, tree), format_name)
-
-
-def is_sixteen_bit(value: Any) -> bool:
-    """Return whether a tensor or variable is stored in a 16-bit floating-point format."""
-    return standardize_dtype(value.dtype) in SIXTEEN_BIT
-
-
-def widened(value: Any) -> Any:
-    """Return a tensor in float32 if it has 16 bits."""
-    return ops.cast(value, "float32") if is_sixteen_bit(value) else value
 
 
 def value_of(variable: Any) -> Any:

@@ -8,12 +8,12 @@ from typing import Any
 import keras
 from keras import ops
 
+from polyamp.arrays import divided, has_sixteen_bits
 from polyamp.backends.keras.native import (
     BACKEND,
     in_all_replicas,
     in_strategy,
     is_recording,
-    is_sixteen_bit,
     places,
     platform_of,
     summed,
@@ -23,7 +23,6 @@ from polyamp.backends.keras.native import (
 from polyamp.backends.keras.scaler import (
     LossScaler,
     all_finite,
-    divided,
     excess,
     follow_model,
     master_of,
@@ -133,11 +132,11 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Make the inner optimizer's variables and the master weights. Keras calls this before the first step."""
-        self._has_masters = self.master_weights is not False and any(map(is_sixteen_bit, var_list))
+        self._has_masters = self.master_weights is not False and any(map(has_sixteen_bits, var_list))
         trained = list(var_list)
         if self._has_masters:
             _check_masters(self.inner_optimizer)
-            trained = [master_of(one, self.add_variable) if is_sixteen_bit(one) else one for one in var_list]
+            trained = [master_of(one, self.add_variable) if has_sixteen_bits(one) else one for one in var_list]
         self.inner_optimizer.build(trained)
         super(keras.optimizers.LossScaleOptimizer, self).build(var_list)  # Keras' own would add two more scalars
 
@@ -378,7 +377,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         scaled = [None if is_own else grad for grad, is_own in zip(grads, own, strict=True)]
         plain = scaled if is_unscaled else self.scaler.unscale(scaled)
         if self.max_grad_norm is not None:
-            plain = divided(plain, excess(summed(plain), self.max_grad_norm))
+            plain = divided(ops, plain, excess(summed(plain), self.max_grad_norm))
         return [grad if is_own else new for grad, new, is_own in zip(grads, plain, own, strict=True)]
 
     def _update(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:

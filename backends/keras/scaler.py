@@ -6,20 +6,20 @@ et al., "Mixed Precision Training", ICLR 2018, section 3.1).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 from keras import ops
-from keras.backend import standardize_dtype
 
+from polyamp.arrays import divided, followed, select, values_of, widened, with_masters
 from polyamp.backends.keras.native import (
     in_strategy,
     is_scaled,
     place_of,
     platform_of,
     value_of,
-    widened,
 )
 from polyamp.backends.keras.unstable import is_mapped, layout_of
 from polyamp.errors import InvalidValueError, no_loss
@@ -71,7 +71,7 @@ class LossScaler:
         if platform_of(tensor) == "cpu" and not finite:
             shown = ops.convert_to_numpy(ops.cast(tensor, "float32"))
             report_nonfinite_loss(self.settings, compute=self.compute, found=shown)
-        wide = widened(tensor)
+        wide = widened(ops, tensor)
         scale = value_of(self.variables.scale)
         is_one_of_several = is_mapped(self.variables.scale) or in_strategy()  # states, as in pure functions on JAX
         self.losses.note(place_of(scale), None if is_one_of_several else ops.copy(scale), finite)
@@ -88,7 +88,7 @@ class LossScaler:
         scale = value_of(self.variables.scale)
         if self.settings.scales:
             scale = self.losses.claim(place_of(scale), scale, is_scaled(grads, self.variables.scale))
-        return divided(grads, scale)
+        return divided(ops, grads, scale)
 
     @property
     def can_divide(self) -> Any:
@@ -98,7 +98,7 @@ class LossScaler:
     def advance(self, finite: Any) -> None:
         """Advance the state after a step. On the CPU, outside traced functions, also report the limits."""
         if platform_of(finite) != "cpu":
-            self._assign(advance(self.settings, self.state, finite, _where))
+            self._assign(advance(self.settings, self.state, finite, functools.partial(select, ops, "int")))
             return
         before = self.host_state  # Python's arithmetic takes a hundredth of the time of eager operations
         state = advance(self.settings, before, bool(finite))
@@ -121,63 +121,22 @@ def skipped(before: Sequence[Any], after: Sequence[Any]) -> Any:
     return ops.any(ops.stack([new > old for old, new in zip(before, after, strict=True)]))
 
 
-def _where(condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Select values; a Python number gets the type of the other one, whatever ``keras.config.floatx()`` is."""
-    typed = next((value for value in (if_true, if_false) if ops.is_tensor(value)), None)
-    dtype = "int" if typed is None else typed.dtype
-    return ops.where(condition, ops.cast(if_true, dtype), ops.cast(if_false, dtype))
-
-
 def _floating(loss: Any) -> Any:
-    shown = type(loss).__name__
-    if ops.is_tensor(loss) or isinstance(loss, float):
-        tensor = ops.convert_to_tensor(loss)
-        if "float" in standardize_dtype(tensor.dtype):
-            return tensor
-        shown = f"a tensor of {standardize_dtype(tensor.dtype)}"
-    raise no_loss(shown, allowed="a floating-point tensor of Keras' backend")
-
-
-def map_values(function: Callable[[Any], Any], grad: Any) -> Any:
-    """Apply ``function`` to a gradient's values: all of a dense one, the stored rows of a sparse one; None stays None.
-
-    >>> map_values(lambda values: values * 2, ops.ones(2)).shape == (2,)
-    True
-    """
-    if grad is None:
-        return None
-    if type(grad).__name__ == "IndexedSlices":  # by name, since TensorFlow may not be installed
-        return type(grad)(function(grad.values), grad.indices, grad.dense_shape)
-    return function(grad)
+    if isinstance(loss, float) or (ops.is_tensor(loss) and "float" in str(loss.dtype)):
+        return ops.convert_to_tensor(loss)
+    raise no_loss(loss, allowed="a floating-point tensor of Keras' backend")
 
 
 def all_finite(grads: Sequence[Any]) -> Any:
     """Return whether all gradients are finite; scalar bool."""
-    return ops.all(ops.stack([ops.all(ops.isfinite(values)) for values in _values(grads)]))
+    return ops.all(ops.stack([ops.all(ops.isfinite(values)) for values in values_of(grads)]))
 
 
 def excess(grads: Sequence[Any], limit: float) -> Any:
     """Return by how much the gradients' global L2 norm exceeds ``limit``, as a factor of at least 1; float32."""
-    squares = [ops.sum(ops.square(ops.cast(values, "float32"))) for values in _values(grads)]
+    squares = [ops.sum(ops.square(ops.cast(values, "float32"))) for values in values_of(grads)]
     norm = ops.sqrt(ops.sum(ops.stack(squares)))
     return ops.maximum(norm, limit) / limit
-
-
-def divided(grads: Sequence[Any], divisor: Any) -> list[Any]:
-    """Return every gradient in float32 or wider, divided by a scalar."""
-
-    def divide(values: Any) -> Any:
-        wide = widened(values)
-        return wide / ops.cast(divisor, wide.dtype)
-
-    return [map_values(divide, grad) for grad in grads]
-
-
-def _values(grads: Sequence[Any]) -> list[Any]:
-    found: list[Any] = []
-    for grad in grads:
-        map_values(found.append, grad)
-    return found
 
 
 def master_of(variable: Any, add_variable: Callable[..., Any]) -> Any:
@@ -195,19 +154,14 @@ def master_of(variable: Any, add_variable: Callable[..., Any]) -> Any:
 
 def follow_model(variables: Sequence[Any], trained: Sequence[Any]) -> None:
     """Copy a value assigned to a model's variable since the last rounding into its master weight."""
-    for variable, master in _pairs(variables, trained):
-        value, exact = value_of(variable), value_of(master)
-        master.assign(ops.where(ops.cast(exact, value.dtype) == value, exact, ops.cast(value, "float32")))
+    for variable, master in with_masters(variables, trained):
+        master.assign(followed(ops, value_of(variable), value_of(master)))
 
 
 def round_into_model(variables: Sequence[Any], trained: Sequence[Any]) -> None:
     """Round the master weights into the model's variables."""
-    for variable, master in _pairs(variables, trained):
+    for variable, master in with_masters(variables, trained):
         variable.assign(ops.cast(value_of(master), variable.dtype))
-
-
-def _pairs(variables: Sequence[Any], trained: Sequence[Any]) -> list[tuple[Any, Any]]:
-    return [(one, other) for one, other in zip(variables, trained, strict=True) if one is not other]
 
 
 def settings_of(given: LossScale | float | None, initial_scale: float | None, growth_steps: int | None) -> LossScale:

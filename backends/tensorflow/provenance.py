@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.gradients import values_of
+from polyamp.arrays import values_of
 from polyamp.backends.tensorflow.graphs.graph import Places, closure, is_gradient
 from polyamp.errors import unscaled_loss, warn_once
 from polyamp.without_effect import is_rewritten
@@ -57,7 +57,7 @@ def is_scaled(grads: Sequence[Any], scale: Any) -> bool | None:
     """
     if tf.executing_eagerly() or tf.distribute.has_strategy() or not isinstance(scale, tf.Variable):
         return None
-    last = [values.op for values in values_of(grads)]
+    last = [tf.convert_to_tensor(values).op for values in values_of(grads)]
     made, found = closure(last, _makers), _collected.get()
     if not any(map(_is_gradient, made)):
         return True if is_rewritten() else None  # they are arguments of the step

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.gradients import (
-    SIXTEEN_BIT,
-    MasterWeights,
-    all_finite,
-    as_dtype,
-    divided,
-    excess,
-)
+from polyamp.arrays import divided, select, widened
+from polyamp.backends.tensorflow.gradients import MasterWeights, all_finite, as_dtype, excess
 from polyamp.backends.tensorflow.provenance import is_scaled
 from polyamp.backends.tensorflow.skipping import (
     after,
@@ -109,7 +104,7 @@ class LossScaler(tf.Module):
         finite = all_finite([tensor])
         if not tf.is_symbolic_tensor(tensor) and _is_on_cpu(tensor) and not finite:
             report_nonfinite_loss(self.settings, compute=self.compute, found=tensor.numpy())
-        wide = tf.cast(tensor, tf.float32) if tensor.dtype in SIXTEEN_BIT else tensor
+        wide = widened(tf, tensor)
         scale = tf.convert_to_tensor(self.scalars[0])
         self._losses.note(graph_here(), None if tf.distribute.has_strategy() else scale, finite)
         return wide * tf.cast(tf.where(finite, scale, float("inf")), wide.dtype)
@@ -137,7 +132,7 @@ class LossScaler(tf.Module):
             finite = tf.logical_and(all_finite(grads), can_divide(scale))
             if self.settings.scales:
                 scale = self._losses.claim(graph_here(), scale, is_scaled(grads, self.scalars[0]))
-            return divided(grads, scale), decision(all_replicas(finite))
+            return divided(tf, grads, scale), decision(all_replicas(finite))
 
     def step(
         self, optimizer: Any, grads_and_vars: Iterable[tuple[Any, Any]], *, unscaled: Any = None, **options: Any
@@ -216,7 +211,7 @@ class LossScaler(tf.Module):
     def _step(self, update: Callable[[Sequence[Any]], Any], grads: Sequence[Any], was_finite: Any) -> StepResult:
         plain, finite = self.unscale(grads) if was_finite is None else self._tested(grads, was_finite)
         if self.max_grad_norm is not None:
-            plain = divided(plain, excess(summed(plain), self.max_grad_norm))
+            plain = divided(tf, plain, excess(summed(plain), self.max_grad_norm))
         if not self.settings.check:
             return self._result(self._tensors(), [update(plain)])
         if tf.executing_eagerly() and _is_on_cpu(finite):
@@ -224,14 +219,14 @@ class LossScaler(tf.Module):
             before = self.host_state  # Python's arithmetic takes a hundredth of the time of eager operations
             self._assign(advance(self.settings, before, bool(finite)), before)
             return self._host_result()
-        state = advance(self.settings, self._tensors(), finite, _where)
+        state = advance(self.settings, self._tensors(), finite, functools.partial(select, tf, "int64"))
         applied = update_if(finite, update, plain, report_of(self._losses, self.settings, self.compute))
         with after([applied]):  # and therefore after the unscaling has read the scale
             return self._result(state, self._assign(state))
 
     def _tested(self, grads: Sequence[Any], was_finite: Any) -> tuple[list[Any], tf.Tensor]:
         """Return unscaled gradients in float32 or wider, and whether they are still finite."""
-        wide = divided(grads, tf.constant(1.0))
+        wide = divided(tf, grads, tf.constant(1.0))
         return wide, decision(tf.logical_and(was_finite, all_replicas(all_finite(wide))))
 
     def _update(self, optimizer: Any, grads: Sequence[Any], variables: list[Any], options: dict[str, Any]) -> Any:
@@ -275,22 +270,14 @@ def _new_scalar(name: str, value: float) -> tf.Variable:
     return tf.Variable(value, trainable=False, dtype=dtype, name=name, aggregation=tf.VariableAggregation.NONE)
 
 
-def _where(condition: Any, if_true: Any, if_false: Any) -> tf.Tensor:
-    """Select like ``tf.where``; a Python number gets the type of the tensor next to it."""
-    dtype = next((value.dtype for value in (if_true, if_false) if tf.is_tensor(value)), tf.int64)
-    return tf.where(condition, tf.cast(if_true, dtype), tf.cast(if_false, dtype))
-
-
 def _is_on_cpu(tensor: tf.Tensor) -> bool:
     return tf.DeviceSpec.from_string(tensor.device).device_type == "CPU"
 
 
 def _floating(loss: Any) -> tf.Tensor:
-    dtype = getattr(loss, "dtype", None) if tf.is_tensor(loss) else None
-    if dtype is not None and dtype.is_floating:
+    if tf.is_tensor(loss) and loss.dtype.is_floating:
         return tf.convert_to_tensor(loss)
-    found = type(loss).__name__ if dtype is None else f"a tensor of {dtype.name}"
-    raise no_loss(found, allowed="a floating tf.Tensor")
+    raise no_loss(loss, allowed="a floating tf.Tensor")
 
 
 def _check_optimizer(optimizer: Any) -> None:

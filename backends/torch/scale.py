@@ -35,7 +35,7 @@ from polyamp.backends.torch.kernels.control import (
     where,
 )
 from polyamp.backends.torch.ranks import has_peers
-from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, shown, wrong_type
+from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, wrong_type
 from polyamp.formats import in_single
 from polyamp.scale import advance, non_finite_loss, on_host, report_limits, report_nonfinite_loss
 from polyamp.settings import LossScale, LossScaleState
@@ -270,6 +270,5 @@ def losses_in(loss: Any) -> list[Tensor]:
     losses = [loss] if isinstance(loss, Tensor) else list(leaves(loss))
     for one in losses or [loss]:
         if not (isinstance(one, Tensor) and one.is_floating_point()):
-            kind = f"a tensor of {one.dtype}" if isinstance(one, Tensor) else shown(one)
-            raise no_loss(kind, allowed="a floating torch.Tensor, or such tensors in lists, tuples and dicts")
+            raise no_loss(one, allowed="a floating torch.Tensor, or such tensors in lists, tuples and dicts")
     return losses

@@ -15,7 +15,7 @@ from polyamp.backends.tensorflow.graphs.decisions import Pass, TypedNode
 from polyamp.backends.tensorflow.graphs.graph import Graph, Node, Places, closure, is_gradient
 from polyamp.backends.tensorflow.graphs.program import decided_for
 from polyamp.backends.tensorflow.provenance import collected
-from polyamp.backends.tensorflow.recording.values import name_of, plain_function
+from polyamp.backends.tensorflow.recording.step import name_of, plain_function
 from polyamp.backends.tensorflow.scaler import SCALES, LossScaler
 from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.policies import Policy

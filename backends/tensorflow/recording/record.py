@@ -11,10 +11,10 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.graphs.capture import check_format, check_function
 from polyamp.backends.tensorflow.graphs.program import decided_for
 from polyamp.backends.tensorflow.recording.replay import Replay
-from polyamp.backends.tensorflow.recording.values import recorded, traced
+from polyamp.backends.tensorflow.recording.step import traced
 from polyamp.backends.tensorflow.scaler import SCALES
 from polyamp.backends.tensorflow.unstable import flat_inputs
-from polyamp.diagnosis.recording import Observation, Recording
+from polyamp.diagnosis.recording import Recording
 from polyamp.policies import Policy
 
 
@@ -31,24 +31,19 @@ def record(
     check_format(policy.compute)
     check_function(step)
     concrete, differentiates, taken = traced(step, args, kwargs)
-    outer, subjects = recorded(decided_for(concrete, policy, fuses=False), taken)
-    # A function that creates variables is traced twice: nothing of the first trace is left.
-    losses = [value for one in taken if (value := outer.value_of(one.loss)) is not None][:1]
+    decisions = decided_for(concrete, policy, fuses=False)
     variables = concrete.graph.variables
     own = _scale_of(variables) if differentiates else None
     used = float(scale) if scale is not None else 1.0 if own is None else float(own)
     scaled = (tf.constant(used, tf.float32), args, dict(kwargs))
     inputs = flat_inputs(concrete, *((args, kwargs) if differentiates else (scaled, {})))
-    replay = Replay(widened=widened)
+    replay = Replay(taken, widened=widened)
     with _restored(variables):
         if own is not None:
             own.assign(used)
-        results = replay.step(outer, inputs, losses)
-    observed = [
-        Observation(*subject, *replay.counted[place]) for place, subject in subjects.items() if place in replay.counted
-    ]
-    loss = float(results[0]) / (used if differentiates else 1.0) if results else None
-    return Recording("tensorflow", str(policy), loss, used, tuple(observed), differentiates)
+        found = replay.step(decisions, inputs)
+    loss = None if found is None else float(found) / (used if differentiates else 1.0)
+    return Recording("tensorflow", str(policy), loss, used, tuple(replay.observations()), differentiates)
 
 
 def _scale_of(variables: Sequence[Any]) -> Any:

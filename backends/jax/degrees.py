@@ -52,23 +52,14 @@ class _Where(NamedTuple):
 _NOWHERE = _Where("", backward=True)
 
 
-class Scaling(NamedTuple):
-    """Places, each once."""
-
-    unscaled: tuple[str, ...]  # updates with gradients that were never scaled
-    clipped: tuple[str, ...]  # where scaled gradients are clipped
-    divided: tuple[str, ...]  # where gradients are unscaled before the update that unscales them
-    mixed: tuple[str, ...]  # updates with gradients of another loss scale
-
-
-def scaling_of(closed: Any, scales: Sequence[int]) -> Scaling:
-    """Return the faults of the gradients that wrapped optimizers get in a program."""
+def scaling_of(closed: Any, scales: Sequence[int]) -> dict[str, tuple[str, ...]]:
+    """Return the places of faults in how a program scales gradients, each once, by the fields of `polyamp`'s facts."""
     reader = _Reader()
     jaxpr, constants = unstable.opened(closed)
     inputs = [_Value(_power_of(index) if index in scales else NONE) for index in range(len(jaxpr.invars))]
     if scales:
         reader.run(jaxpr, constants, inputs, _Where("the gradients", backward=False))
-    found: dict[str, dict[str, None]] = {name: {} for name in Scaling._fields}
+    found: dict[str, dict[str, None]] = {"unscaled": {}, "clipped": {}, "divided": {}, "mixed": {}}
     for value, own, place in reader.gradients:
         if not own or not value.of_backward or value.degree is None:
             continue
@@ -78,7 +69,7 @@ def scaling_of(closed: Any, scales: Sequence[int]) -> Scaling:
             found["divided" if value.divided else "unscaled"][value.divided or place] = None
         elif {scale for scale, _ in value.degree} != {scale for scale, _ in own}:
             found["mixed"][place] = None
-    return Scaling(**{name: tuple(places) for name, places in found.items()})
+    return {name: tuple(places) for name, places in found.items()}
 
 
 def _power_of(scale: int) -> Degree:

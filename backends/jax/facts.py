@@ -11,7 +11,7 @@ import numpy as np
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.casting import is_low, name_of, trainable
-from polyamp.backends.jax.degrees import Scaling, scaling_of
+from polyamp.backends.jax.degrees import scaling_of
 from polyamp.backends.jax.graphs.capture import Equation, Program, walk
 from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.operations import OPERATIONS
@@ -41,16 +41,18 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         tuple(_casts(equations)),
         tuple(_products(equations, policy)),
         tuple(_losses(equations)),
-        **scaling._asdict(),
+        **scaling,
         small_steps=tuple(_small_steps(equations)),
         beyond=tuple(_beyond(args[0] if args else (), policy)),
     )
 
 
-def _traced(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> tuple[list[Equation], Scaling]:
+def _traced(
+    fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy
+) -> tuple[list[Equation], dict[str, Any]]:
     """Return the equations as written, and how they scale; both empty if JAX cannot trace the function."""
     if not (callable(fn) and (args or kwargs)):
-        return [], Scaling((), (), (), ())
+        return [], {}
     try:
         with policy:
             program = Program(*as_pure(fn, args, kwargs)[:4])
@@ -61,7 +63,7 @@ def _traced(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Poli
     except UsageError as error:
         if error.__cause__ is None:  # an error in the step itself
             raise
-        return [], Scaling((), (), (), ())
+        return [], {}
 
 
 def _casts(equations: list[Equation]) -> Iterator[UserCast]:

@@ -175,8 +175,8 @@ def scan(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[
 
         def body(carry: list[Any], slices: list[Cell]) -> tuple[list[Any], list[Cell]]:
             inputs = [cell.within() for cell in constants] + around(models, carry) + [_shared(cell) for cell in slices]
-            with run.looped(), planned():
-                outputs = run.run(params["jaxpr"], inputs, path)
+            with planned():
+                outputs = run.looped().run(params["jaxpr"], inputs, path)
             found[:] = outputs[: len(carry)]
             return _ending_in(models, outputs), outputs[len(carry) :]
 
@@ -198,14 +198,13 @@ def while_loop(run: Interpreter, equation: Any, cells: list[Cell], path: str) ->
         planned = _planning(run)
 
         def condition(carry: Sequence[Any]) -> Any:
-            with run.looped(), planned():
+            with planned():
                 inputs = [cell.within() for cell in for_condition] + around(models, carry)
-                return run.run(params["cond_jaxpr"], inputs, path)[0].array
+                return run.looped().run(params["cond_jaxpr"], inputs, path)[0].array
 
         def body(carry: Sequence[Any]) -> Sequence[Any]:
             inputs = [cell.within() for cell in for_body] + around(models, carry)
-            with run.looped():
-                found[:] = run.run(params["body_jaxpr"], inputs, path)
+            found[:] = run.looped().run(params["body_jaxpr"], inputs, path)
             return _ending_in(models, found)
 
         last: Sequence[Any] = lax.while_loop(condition, body, _ending_in(models, carried))

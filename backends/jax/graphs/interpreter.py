@@ -89,19 +89,15 @@ class Interpreter:
 
     def apart(self) -> Interpreter:
         """Return an interpreter for the same policy that keeps its own record."""
-        other = Interpreter(self.policy, self.handlers)
-        other.repeats, other.values, other.is_looped = self.repeats, self.values, self.is_looped
-        other._parameters = self._parameters
+        other = copy(self)
+        other.decider, other.plan = Decider(self.policy), None
         return other
 
-    @contextmanager
-    def looped(self) -> Iterator[None]:
-        """Mark the code inside as the body of a loop."""
-        before, self.is_looped = self.is_looped, True
-        try:
-            yield
-        finally:
-            self.is_looped = before
+    def looped(self) -> Interpreter:
+        """Return an interpreter for the body of a loop, with the same record."""
+        other = copy(self)
+        other.is_looped = True
+        return other
 
     def place(self, path: str) -> str:
         """Return the part of a path that decisions depend on: without rules for paths, at most `unstable.ISLAND`."""

@@ -63,9 +63,15 @@ def default_device() -> str:
     return "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
 
 
+@functools.cache
+def device_type(device: str) -> str:
+    """Return the type of a device, by its name; an empty name is the default device."""
+    return tf.DeviceSpec.from_string(device).device_type or default_device()
+
+
 def device_of(node: Node) -> str:
     """Return the type of device on which a node runs."""
-    return tf.DeviceSpec.from_string(node.definition.device).device_type or default_device()
+    return device_type(node.definition.device)
 
 
 def lowerable(node: Node, dtype: int) -> tuple[str, ...]:

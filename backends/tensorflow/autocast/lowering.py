@@ -21,7 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.backends.tensorflow import unstable
-from polyamp.backends.tensorflow.devices import default_device, lowerable_types, report_slow
+from polyamp.backends.tensorflow.devices import device_type, lowerable_types, report_slow
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, UPDATE_SCOPE
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import Parameter
@@ -94,7 +94,7 @@ class Lowering:
         types = operation.types(inputs)
         if FLOAT32 not in types.values():
             return ()
-        device = _device_type(unstable.current_device())
+        device = device_type(unstable.current_device())
         found = lowerable_types(operation.native, device, tuple(sorted(types.items())), self.dtype.as_datatype_enum)
         if not found:
             self._kept[operation.native] = f"there is no {self.compute} kernel for {operation.native} on {device}"
@@ -176,11 +176,6 @@ def current() -> Lowering | None:
 
 _entered: ContextVar[tuple[Lowering | None, ...]] = ContextVar("polyamp_tensorflow_autocast", default=())
 _everywhere: Lowering | None = None
-
-
-@functools.cache
-def _device_type(device: str) -> str:
-    return tf.DeviceSpec.from_string(device).device_type or default_device()
 
 
 _STRUCTURE = {"tensor_list", "loop_edge", "save"}  # the type of the values that they hold is declared elsewhere

@@ -125,7 +125,7 @@ class Graph:
         new = copy.copy(self)
         new.returns = [moved.get(value, value) for value in self.returns]
         new.replaced_bytes = replaced_bytes
-        new._add([_taking(definition, moved) for definition in definitions], library)
+        new._add([changed(one, [moved.get(text, text) for text in one.input]) for one in definitions], library)
         return new
 
     def made_from(self, values: Iterable[str]) -> set[str]:
@@ -169,12 +169,13 @@ def maker_name(reference: str) -> str:
     return reference.removeprefix("^").partition(":")[0]
 
 
-def _taking(definition: Any, moved: Mapping[str, str]) -> Any:
-    if moved.keys().isdisjoint(definition.input):
-        return definition
+def changed(definition: Any, inputs: Iterable[str], attributes: Mapping[str, Any] | None = None) -> Any:
+    """Return a copy of a node's definition with other inputs, and with other values of some attributes."""
     new = NodeDef()
     new.CopyFrom(definition)
-    new.input[:] = [moved.get(text, text) for text in definition.input]
+    new.input[:] = inputs
+    for name, value in (attributes or {}).items():
+        new.attr[name].CopyFrom(value)
     return new
 
 

@@ -127,11 +127,6 @@ def is_item(node: Node, port: Any) -> bool:
     return port.dtype == FLOAT32 and port.attribute == "element_dtype"
 
 
-def holds_float32(node: Node) -> bool:
-    """Return whether a node names a float32 list."""
-    return "element_dtype" in node.definition.attr and node.definition.attr["element_dtype"].type == FLOAT32
-
-
 def is_list(node: Node) -> bool:
     """Return whether a node makes, fills, reads or moves a list of tensors."""
     return node.op in HANDLED and VARIANT in {port.dtype for port in (*node.input_ports, *node.output_ports)}
@@ -283,7 +278,8 @@ def decide_list(decisions: Pass, node: Node) -> TypedNode:
     """Decide a node that makes, fills, reads or moves a list: items have the type of the values put into the list."""
     name = _list_of(decisions, node)
     lists, low = decisions.rules.lists, decisions.rules.low
-    value, is_low = lists.value_of(name), lists.is_low(name) and holds_float32(node)
+    value, attributes = lists.value_of(name), node.definition.attr
+    is_low = lists.is_low(name) and "element_dtype" in attributes and attributes["element_dtype"].type == FLOAT32
     dtype = low if is_low else FLOAT32
     reason = f"holds values from {value.maker}" if value.maker else "its items are lowered"
     decided = decisions.as_written(

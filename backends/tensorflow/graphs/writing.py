@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.capture import POLICY_ATTRIBUTE
 from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass, TypedNode
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, NodeDef
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Node, NodeDef, changed
 from polyamp.backends.tensorflow.graphs.parts import decisions_of, guarded
 
 RESULT = ("saturated",)
@@ -100,7 +100,7 @@ class Body:
         if changes:
             self.changed = True
             changes[POLICY_ATTRIBUTE] = self._mark
-        self.nodes.append(_with(node.definition, [*inputs, *(f"^{name}" for name in node.controls)], changes))
+        self.nodes.append(changed(node.definition, [*inputs, *(f"^{name}" for name in node.controls)], changes))
 
     def inputs(self, decided: TypedNode) -> list[str]:
         """Return the names of a node's inputs in the types that it takes."""
@@ -141,7 +141,7 @@ class Body:
 
     def _in_float32(self, node: Node, anew: Sequence[str]) -> Any:
         inputs = [self.value(value, dtype, anew) for value, dtype in node.typed_inputs]
-        return _with(node.definition, inputs, {POLICY_ATTRIBUTE: self._mark})
+        return changed(node.definition, inputs, {POLICY_ATTRIBUTE: self._mark})
 
     def guard_averages(self) -> None:
         """Add nodes that keep moving averages unchanged if a wrapped optimizer skips the step."""
@@ -178,16 +178,6 @@ class Body:
         library = self._decisions.functions.library
         names = {inside.name: self._writer.function(inside, library[inside.name]) for inside in decided.inside}
         return _renamed(decided.node.definition.attr, names)
-
-
-def _with(definition: Any, inputs: Sequence[str], changes: dict[str, Any]) -> Any:
-    new = NodeDef()
-    new.CopyFrom(definition)
-    del new.input[:]
-    new.input.extend(inputs)
-    for name, value in changes.items():
-        new.attr[name].CopyFrom(value)
-    return new
 
 
 def _renamed(attributes: Any, names: dict[str, str]) -> dict[str, Any]:

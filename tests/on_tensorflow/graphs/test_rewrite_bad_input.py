@@ -191,7 +191,7 @@ def test_many_rewrites_leave_nothing_behind() -> None:
         once(turn)
     gc.collect()
     functions, objects = set(context.context().list_function_names()), len(gc.get_objects())
-    made = [once(turn) for turn in range(20)]
+    made = [once(turn) for turn in range(2 * len(names))]
     gc.collect()
     assert not [one for one in made if one() is not None]
     assert set(context.context().list_function_names()) == functions

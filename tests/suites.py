@@ -6,8 +6,6 @@
 A suite that passes is one line; of one that fails, all its output is shown. Arguments after ``--`` go to every pytest.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

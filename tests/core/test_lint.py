@@ -1,7 +1,5 @@
 """The checks of lint: what each finds, what it leaves alone, and the report."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The loss-scale rule: its settings, its properties on any trace, its state, and what it reports."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Policies: every dialect, what is refused, value semantics, and scoping by thread and async task."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

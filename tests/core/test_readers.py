@@ -1,7 +1,5 @@
 """The look at readers before the flow rule, and the numbers of values."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

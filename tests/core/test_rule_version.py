@@ -1,7 +1,5 @@
 """Published numbers are of today's rule, or marked: results carry its version, and the version moves with the rule."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from hashlib import sha256

@@ -1,7 +1,5 @@
 """The finder of `polyamp run`, with modules and frameworks that only these tests have."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import sys

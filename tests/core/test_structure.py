@@ -3,8 +3,6 @@
 That the linters pass on the tree as it is, is tox's environment ``lint``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

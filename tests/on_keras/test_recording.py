@@ -1,7 +1,5 @@
 """A compiled Keras model recorded, linted and watched, on whichever backend Keras runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

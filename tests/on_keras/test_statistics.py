@@ -1,7 +1,5 @@
 """A skipped step changes no bit of the averages that layers keep over batches."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Skipped steps with replicas, of Keras optimizers too; run by test_replicas.py in processes with two logical CPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

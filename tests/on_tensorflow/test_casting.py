@@ -1,7 +1,5 @@
 """Casting trees of TensorFlow objects, eager and in graphs."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``enable_mixed_precision_graph_rewrite`` of TensorFlow 1: in a Session, in functions, and with Keras 3."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 Tests of the Keras optimizer and of `polyamp.rewrite` share them: to start one takes as long as many tests.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

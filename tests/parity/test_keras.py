@@ -1,7 +1,5 @@
 """Keras on JAX and on torch: its adapter imports no other framework."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

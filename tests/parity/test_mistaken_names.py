@@ -1,7 +1,5 @@
 """Unknown, misspelt and other libraries' names: everywhere the error is polyamp's, and names what to write."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

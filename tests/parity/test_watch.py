@@ -1,7 +1,5 @@
 """A watched step is explained in every framework, and not changed."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Every public name, with every argument wrong in many ways: polyamp's own error or a result, and no change."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import time

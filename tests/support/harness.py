@@ -7,8 +7,6 @@ parameters, ``memory`` is everything else that a skipped step must not change, a
 `polyamp.save_loss_scale`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Drive the Keras adapter with NumPy arrays, on the backend that Keras runs on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

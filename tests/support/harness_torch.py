@@ -1,7 +1,5 @@
 """Drive the PyTorch adapter with NumPy arrays; and helpers that the tests of that adapter share."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, Literal

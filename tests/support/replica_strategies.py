@@ -1,7 +1,5 @@
 """Strategies over two logical CPUs or two processes, one strategy for each process, made before TensorFlow starts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

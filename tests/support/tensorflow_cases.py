@@ -1,7 +1,5 @@
 """Training steps for the tests of `polyamp.rewrite`, and measurements of the rewritten graphs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Casting, ownership and updates of any pytree."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

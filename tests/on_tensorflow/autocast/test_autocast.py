@@ -1,7 +1,5 @@
 """Ambient autocast of TensorFlow: control flow, derivatives, functions traced before, threads, and its reports."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from collections import Counter

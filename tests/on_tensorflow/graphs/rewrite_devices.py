@@ -1,7 +1,5 @@
 """`polyamp.rewrite` of steps with replicas; test_replicas.py runs this file in a process with two CPUs."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

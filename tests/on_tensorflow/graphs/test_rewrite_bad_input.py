@@ -1,7 +1,5 @@
 """`polyamp.rewrite` of code that it cannot rewrite, the user's own errors, and memory after functions are deleted."""
 
-from __future__ import annotations
-
 import gc
 import re
 import weakref

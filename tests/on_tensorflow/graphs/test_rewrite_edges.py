@@ -1,7 +1,5 @@
 """`polyamp.rewrite` of steps with control flow, custom derivatives, foreign functions and mixed types."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

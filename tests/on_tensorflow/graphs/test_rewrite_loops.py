@@ -1,7 +1,5 @@
 """Loops in `polyamp.rewrite`: 16 bits for carried values that do not add up, and for the lists that loops fill."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The facts that `polyamp.lint` gets from a TensorFlow function."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recordings of one TensorFlow step: what is counted, its format and place, and that nothing changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Autocast by policy: formats, nesting, threads, exceptions, decorators, compilation, warnings."""
 
-from __future__ import annotations
-
 import contextvars
 import gc
 import weakref

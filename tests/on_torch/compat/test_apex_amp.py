@@ -1,7 +1,5 @@
 """`apex.amp` on polyamp: training at each level, several losses and optimizers, clipping, checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

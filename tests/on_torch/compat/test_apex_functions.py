@@ -1,7 +1,5 @@
 """`apex.amp` on polyamp: the region of O1, and functions that choose their format."""
 
-from __future__ import annotations
-
 import threading
 import types
 from collections.abc import Iterator

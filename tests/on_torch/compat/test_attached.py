@@ -1,7 +1,5 @@
 """An optimizer object that acts as its wrapper, and stays the object that schedulers and the program have."""
 
-from __future__ import annotations
-
 import copy
 import io
 import math

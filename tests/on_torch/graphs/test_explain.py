@@ -1,7 +1,5 @@
 """Plans of code that is not one graph, and of autocast: one run is recorded, and its changes are undone."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Values that rewritten modules keep in float32, and those that they lower: inputs, squares, saturation, norms."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """The counters of the loss scale where torch has its own ways: scalers that stand in for torch's, optimizers that share
 one, steps by polyamp's operators."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """`record` of the PyTorch adapter: every tensor of one step, in float32 or the policy's formats; changes are undone."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random

@@ -1,7 +1,5 @@
 """Ranks of torch.distributed: each is a process of its own, in which pytest runs ranks.py or meshes.py."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The gradient is that of a loss with respect to ``w``; the loss gives the elements of the result different weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple

@@ -5,6 +5,7 @@ That the linters pass on the tree as it is, is tox's environment ``lint``.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -90,6 +91,23 @@ def test_ruff_sees_planted_imports_and_docstrings(tree: Path) -> None:
     assert not passes
     found = {(line.partition(":")[0], line.split()[1]) for line in said.splitlines() if line.count(":") >= 3}
     assert {(file, rule) for (file, _), rule in plants.items()} <= found, said
+
+
+def test_tests_may_import_of_an_adapter_what_is_public(tmp_path: Path) -> None:
+    files = [path for path in sorted(ROOT.glob("backends/*/**/*.py")) if "csrc" not in path.parts]
+    modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files if file.name != "__init__.py"]
+    (tmp_path / "tests").mkdir()
+    for name in ("pyproject.toml", "tests/ruff.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "tests" / "planted.py").write_text("".join(f"import polyamp.{module}\n" for module in modules))
+    _, said = lint(RUFF, tmp_path)
+    lines = re.findall(r"^tests/planted\.py:(\d+):\d+: TID251", said, re.MULTILINE)
+    banned = {modules[int(line) - 1] for line in lines}
+    public = {module.removeprefix("backends.") for module in modules if module not in banned}
+    assert {name for name in public if ".integrations." not in name} == {
+        *(f"{framework}.adapter" for framework in ("torch", "jax", "tensorflow", "keras")),
+        *("torch.convert", "torch.apex", "torch.cuda_amp", "jax.value_and_grad", "keras.convert"),
+    }, said
 
 
 CIRCLES = """

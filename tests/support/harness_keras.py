@@ -9,13 +9,12 @@ from keras import ops
 from numpy.typing import NDArray
 
 import polyamp
-from polyamp.backends.keras.native import value_of
 from support.harness import Arrays
 
 
 def to_numpy(tensor: Any) -> NDArray[Any]:
     """Return a copy; bfloat16, which NumPy does not have, as ``ml_dtypes.bfloat16``."""
-    return np.array(ops.convert_to_numpy(value_of(tensor)))
+    return np.array(ops.convert_to_numpy(tensor))
 
 
 class KerasSession:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from polyamp.diagnosis.calibrate import calibrate
+from polyamp import calibrate
 
 
 class Wide(nn.Module):

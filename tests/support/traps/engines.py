@@ -17,7 +17,7 @@ import torch
 import polyamp
 from polyamp.backends import jax as jax_backend
 from polyamp.backends import torch as torch_backend
-from polyamp.backends.tensorflow.autocast.context import autocast_context
+from polyamp.backends.tensorflow import autocast_context
 from support.tensorflow_pass import after_pass
 from support.traps.trap import Array, Trap
 from support.traps.words import Jax, TensorFlow, Torch

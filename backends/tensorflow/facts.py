@@ -25,7 +25,7 @@ _AVERAGED = ("Mean", "RealDiv", "Div", "DivNoNan")  # these follow a cross-entro
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.adapters.CollectFacts`."""
+    """Collect the facts that lint judges; see `polyamp.adapters.Adapter.facts`."""
     kept = list(getattr(target, "trainable_variables", ()))
     scaler = getattr(optimizer, "scaler", optimizer)
     known = Facts("tensorflow", policy, has_masters=isinstance(scaler, LossScaler) and scaler.has_masters)

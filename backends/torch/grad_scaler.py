@@ -169,7 +169,7 @@ class GradScaler(torch.amp.GradScaler):
             self._own_optimizer(optimizer, "scaler.unscale_(optimizer)").unscale_()
         elif id(optimizer) in self._seen:
             raise UsageError(
-                "unscale_() was called for this optimizer already since the last update(), or its step() was",
+                "the gradients of this optimizer were unscaled already, or stepped on, since the last update()",
                 where="GradScaler.unscale_(optimizer)",
                 found=shown(optimizer),
                 fix="call it once, after the last backward() and before step(); call update() after the steps",
@@ -208,7 +208,7 @@ class GradScaler(torch.amp.GradScaler):
             raise UsageError(
                 "step() was called for this optimizer already since the last update()",
                 where="GradScaler.step(optimizer)",
-                fix="call scaler.update() after the steps of a window",
+                fix="call scaler.update() once, after all optimizers have stepped",
             )
         gradients, has_stepped = Gradients(optimizer.param_groups), self._stepped.get(optimizer, False)
         result, seen.finite = update_or_skip(optimizer, seen.bad, gradients, None, has_stepped=has_stepped)

@@ -5,6 +5,7 @@ That the linters pass on the tree as it is, is tox's environment ``lint``.
 
 import json
 import os
+import pkgutil
 import re
 import shutil
 import subprocess
@@ -144,3 +145,19 @@ def test_planted_circles_are_seen(tree: Path) -> None:
     modules = ("formats", "scale", "flow", "policies", "backends.torch.casting", "backends.torch.adapter")
     with planted(tree, *circles):
         assert in_circles(tree) >= {f"polyamp.{module}" for module in modules}
+
+
+def test_names_of_the_core_in_docstrings_exist() -> None:
+    sources = [file.read_text() for folder in ("polyamp", "backends") for file in (ROOT / folder).rglob("*.py")]
+    named = {name for source in sources for name in re.findall(r"`(polyamp\.[A-Za-z_.]+)`", source)}
+    groups = {"polyamp.backends", "polyamp.scripts"}  # of entry points
+    assert [name for name in sorted(named - groups) if ".backends." not in name and not exists(name)] == []
+
+
+def exists(name: str) -> bool:
+    """Whether a name is a module, or an attribute of one."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True

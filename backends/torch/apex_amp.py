@@ -49,7 +49,7 @@ from polyamp.errors import (
     warn_deprecated,
     wrapped_already,
 )
-from polyamp.run import current, found
+from polyamp.run import current, note_own_precision
 from polyamp.settings import LossScale
 
 __all__ = [
@@ -213,7 +213,7 @@ def initialize(
         InvalidValueError: an option has a wrong value, or contradicts the level.
         UsageError: a model has 16-bit parameters, or is wrapped for several devices; or an optimizer was passed before.
     """
-    found("apex.amp.initialize")
+    note_own_precision("apex.amp.initialize")
     warn_deprecated(
         f'apex.amp.initialize(model, opt, opt_level="{opt_level}")', _INSTEAD.get(opt_level, _INSTEAD["O1"])
     )

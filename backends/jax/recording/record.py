@@ -20,7 +20,6 @@ from polyamp.backends.jax.recording.counting import Sample, spread_of
 from polyamp.backends.jax.recording.replay import Replay
 from polyamp.backends.jax.recording.values import Place, Record, sampled, samples_of, with_samples
 from polyamp.backends.jax.state import initial_scalars, state_type, states_in
-from polyamp.backends.jax.value_and_grad import unreported
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.policies import Policy
 from polyamp.settings import LossScale
@@ -166,7 +165,7 @@ def _trace(
 
 def _differentiated(fn: Callable[..., Any], policy: Policy, *, has_aux: bool) -> Callable[..., Any]:
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        loss, grads = unreported(fn, policy, has_aux)(*args, **kwargs)
+        loss, grads = differentiated(fn, policy, has_aux)(*args, **kwargs)
         return {"loss": loss[0] if has_aux else loss, "gradients": [gradients.marked_gradients(grads)]}
 
     return differentiated

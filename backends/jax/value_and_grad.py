@@ -69,12 +69,12 @@ def value_and_grad(
             the loss is not finite, and the step is skipped.
     """
     check_function(fun, where="value_and_grad(fun, policy)")
-    return differentiated(
+    return differentiate(
         fun, None if policy is None else make_policy(policy), has_aux, argnums=argnums, name=name_of(fun)
     )
 
 
-def differentiated(
+def differentiate(
     fun: Callable[..., Any],
     bound: Policy | None,
     has_aux: bool = False,

@@ -165,7 +165,7 @@ def _trace(
 
 def _differentiated(fn: Callable[..., Any], policy: Policy, *, has_aux: bool) -> Callable[..., Any]:
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        loss, grads = differentiated(fn, policy, has_aux)(*args, **kwargs)
+        loss, grads = differentiate(fn, policy, has_aux)(*args, **kwargs)
         return {"loss": loss[0] if has_aux else loss, "gradients": [gradients.marked_gradients(grads)]}
 
     return differentiated

@@ -20,6 +20,7 @@ from polyamp.backends.jax.recording.counting import Sample, spread_of
 from polyamp.backends.jax.recording.replay import Replay
 from polyamp.backends.jax.recording.values import Place, Record, sampled, samples_of, with_samples
 from polyamp.backends.jax.state import initial_scalars, state_type, states_in
+from polyamp.backends.jax.value_and_grad import differentiate
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.policies import Policy
 from polyamp.settings import LossScale

@@ -17,18 +17,17 @@ from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.operations import OPERATIONS
 from polyamp.backends.jax.optimizer import Step
 from polyamp.backends.jax.state import holds_state, is_of_optax, is_state, states_in
-from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
+from polyamp.diagnosis.lint import Arithmetic, ClassLoss, Facts, OptimizerState, Product, UserCast, small_steps
 from polyamp.errors import UsageError
 from polyamp.flow import decide, parameter
 from polyamp.policies import Policy
 
 _CALLED = {"astype": "astype", "array": "jnp.asarray", "convert_element_type": "lax.convert_element_type"}
 _LOW = ("float16", "bfloat16")
-_MANY = 8  # steps in a chain
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Return the facts about a function; see `polyamp.adapters.Adapter.facts`."""
+    """Return the facts about a function; see `polyamp.adapters.CollectFacts`."""
     holder = (_state_of(optimizer, args), args, dict(kwargs))
     equations, scaling = _traced(target, args, dict(kwargs), policy)
     return Facts(
@@ -42,7 +41,7 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         tuple(_products(equations, policy)),
         tuple(_losses(equations)),
         **scaling,
-        small_steps=tuple(_small_steps(equations)),
+        small_steps=tuple(small_steps(_arithmetic(equations))),
         beyond=tuple(_beyond(args[0] if args else (), policy)),
     )
 
@@ -109,22 +108,13 @@ def _losses(equations: list[Equation]) -> Iterator[ClassLoss]:
             yield ClassLoss(equation.path, classes, divisor or math.prod(shape) // classes)
 
 
-def _small_steps(equations: list[Equation]) -> Iterator[str]:
-    """Yield the places where many small multiples have been added to one value, as an integrator's steps are."""
-    steps: dict[Equation, int] = {}
+def _arithmetic(equations: list[Equation]) -> Iterator[Arithmetic]:
     for equation in equations:
-        small = [source is not None and _is_small(source) for source in equation.sources]
-        if equation.name == "add" and any(small) and not equation.is_backward:
-            before = equation.sources[1 - small.index(True)]
-            steps[equation] = 1 + (steps.get(before, 0) if before is not None else 0)
-            if steps[equation] == _MANY:
-                yield f"{equation.path} {unstable.source_line(equation.own)}".strip()
-
-
-def _is_small(equation: Equation) -> bool:
-    """Return whether an equation multiplies by a constant of at most 2**-5."""
-    numbers = [atom.val for atom in equation.own.invars if not unstable.is_variable(atom)]
-    return equation.name == "mul" and any(np.size(one) == 1 and abs(float(one)) <= 2.0**-5 for one in numbers)
+        if equation.name in ("add", "sub", "mul") and not equation.is_backward:
+            constants = [atom.val for atom in equation.own.invars if not unstable.is_variable(atom)]
+            numbers = [float(one) for one in constants if np.size(one) == 1 and np.isrealobj(one)]
+            place = f"{equation.path} {unstable.source_line(equation.own)}".strip()
+            yield Arithmetic(equation.name, equation.sources, equation, numbers, place)
 
 
 def _divisor(equations: list[Equation]) -> int | None:

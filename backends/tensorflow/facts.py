@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.capture import concrete_of, walking
@@ -17,7 +18,7 @@ from polyamp.backends.tensorflow.graphs.program import decided_for
 from polyamp.backends.tensorflow.provenance import collected
 from polyamp.backends.tensorflow.recording.step import name_of, plain_function
 from polyamp.backends.tensorflow.scaler import SCALES, LossScaler
-from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
+from polyamp.diagnosis.lint import Arithmetic, ClassLoss, Facts, OptimizerState, Product, UserCast, small_steps
 from polyamp.policies import Policy
 
 _LOW = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16)}
@@ -25,7 +26,7 @@ _AVERAGED = ("Mean", "RealDiv", "Div", "DivNoNan")  # these follow a cross-entro
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.adapters.Adapter.facts`."""
+    """Collect the facts that lint judges; see `polyamp.adapters.CollectFacts`."""
     kept = list(getattr(target, "trainable_variables", ()))
     scaler = getattr(optimizer, "scaler", optimizer)
     known = Facts("tensorflow", policy, has_masters=isinstance(scaler, LossScaler) and scaler.has_masters)
@@ -42,12 +43,13 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         casts=tuple(cast for one in seen for cast in _casts(one)),
         products=tuple(product for one in seen for product in _products(one)),
         losses=tuple(loss for one in seen for loss in _losses(one)),
+        small_steps=tuple(small_steps(one for each in seen for one in _arithmetic(each))),
         unscaled=tuple(misscaled.unscaled),
         clipped=tuple(misscaled.clipped),
     )
 
 
-class _ForwardNode(NamedTuple):
+class _Seen(NamedTuple):
     """One node of the forward pass, with its surroundings."""
 
     decisions: Pass
@@ -60,14 +62,14 @@ class _ForwardNode(NamedTuple):
         return [self.places.shape(self.decisions.graph, value) for value in self.decided.node.inputs]
 
 
-def _seen(decisions: Pass, places: Places) -> Iterator[_ForwardNode]:
+def _seen(decisions: Pass, places: Places) -> Iterator[_Seen]:
     """Yield the nodes of the forward pass, including those of the functions that it calls."""
     later = decisions.parts.backward | decisions.parts.update
     for decided in decisions.nodes:
         if decided.node.name not in later:
             for inside in decided.inside:
                 yield from _seen(inside.decisions, places.within(inside.name))
-            yield _ForwardNode(decisions, places, decided, decisions.scopes.scope_of(decided.node))
+            yield _Seen(decisions, places, decided, decisions.scopes.scope_of(decided.node))
 
 
 def _takes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -97,7 +99,7 @@ def _low(variables: Sequence[Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name_of(one) for one in found))
 
 
-def _casts(seen: _ForwardNode) -> Iterator[UserCast]:
+def _casts(seen: _Seen) -> Iterator[UserCast]:
     node = seen.decided.node
     if node.op == "Cast":
         source, target = node.definition.attr["SrcT"].type, node.definition.attr["DstT"].type
@@ -105,7 +107,7 @@ def _casts(seen: _ForwardNode) -> Iterator[UserCast]:
             yield UserCast(seen.places.of(seen.scope, node.name), "tf.cast", tf.as_dtype(target).name)
 
 
-def _products(seen: _ForwardNode) -> Iterator[Product]:
+def _products(seen: _Seen) -> Iterator[Product]:
     decided, shapes = seen.decided, seen.shapes()
     if decided.operation not in ("matmul", "conv") or len(shapes) < 2:
         return
@@ -116,7 +118,7 @@ def _products(seen: _ForwardNode) -> Iterator[Product]:
         yield Product(seen.scope, decided.operation, written or decided.decision.format, _sizes(seen, a, b))
 
 
-def _sizes(seen: _ForwardNode, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+def _sizes(seen: _Seen, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     """Return the channels of a convolution; else the rows, columns and contracted dimension of a product."""
     if seen.decided.operation == "conv":
         return b[-2:]
@@ -131,11 +133,21 @@ def _sizes(seen: _ForwardNode, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[
     return tuple(math.prod(sizes.get(label, 1) for label in labels) for labels in groups)
 
 
-def _losses(seen: _ForwardNode) -> Iterator[ClassLoss]:
+def _losses(seen: _Seen) -> Iterator[ClassLoss]:
     shape = next(iter(seen.shapes()), None)
     if seen.decided.operation in ("cross_entropy", "log_softmax") and shape:
         rows = math.prod(shape[:-1]) if _is_averaged(seen.decisions.graph, seen.decided.node) else 1
         yield ClassLoss(seen.scope, shape[-1], rows)
+
+
+def _arithmetic(seen: _Seen) -> Iterator[Arithmetic]:
+    node, graph = seen.decided.node, seen.decisions.graph
+    if seen.decided.operation in ("add", "sub", "mul"):
+        makers = [graph.maker[value] for value in node.inputs if value in graph.maker]
+        constants = [tf.make_ndarray(one.definition.attr["value"].tensor) for one in makers if one.op == "Const"]
+        numbers = [float(one) for one in constants if one.size == 1 and np.isrealobj(one)]
+        *inputs, output = ((id(graph), value) for value in (*node.inputs, node.outputs[0]))
+        yield Arithmetic(seen.decided.operation, inputs, output, numbers, seen.places.of(seen.scope, node.name))
 
 
 def _is_averaged(graph: Graph, node: Node) -> bool:

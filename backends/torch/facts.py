@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT, name_of
@@ -21,12 +23,13 @@ from polyamp.backends.torch.recording.record import Run
 from polyamp.backends.torch.recording.widening import crosses_16_bits, tensors
 from polyamp.backends.torch.tracking import Tracker
 from polyamp.backends.torch.user_code import users_line
-from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
+from polyamp.diagnosis.lint import Arithmetic, ClassLoss, Facts, OptimizerState, Product, UserCast, small_steps
+from polyamp.errors import is_number
 from polyamp.policies import Policy
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.adapters.Adapter.facts`."""
+    """Collect the facts that lint judges; see `polyamp.adapters.CollectFacts`."""
     # With arguments the target runs once, in float32, and its effects are undone.
     reach = Reach(optimizer, target, args, dict(kwargs))
     low = [param for param in dict.fromkeys(reach.parameters()) if param.dtype in SIXTEEN_BIT]
@@ -40,6 +43,7 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         casts=tuple(survey.casts),
         products=tuple(survey.products),
         losses=tuple(survey.losses),
+        small_steps=tuple(small_steps(survey.arithmetic)),
     )
 
 
@@ -83,7 +87,10 @@ class Survey(Watcher):  # type: ignore[no-untyped-call]
         self.products: list[Product] = []
         self.losses: list[ClassLoss] = []
         self.casts: list[UserCast] = []
+        self.arithmetic: list[Arithmetic] = []
         self._tracker = tracker
+        self._values: Any = WeakTensorKeyDictionary()  # a number for each tensor, unlike `id` never used again
+        self._numbers = itertools.count()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
@@ -93,14 +100,18 @@ class Survey(Watcher):  # type: ignore[no-untyped-call]
 
     def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
         """Record sizes in the forward pass."""
-        native = operator_of(op).native
+        native, name = operator_of(op).native, operator_of(op).name
         if unstable.running_node() is not None:
             return
+        if name in ("add", "sub", "mul") and isinstance(out, Tensor):
+            *inputs, output = (self._values.setdefault(one, next(self._numbers)) for one in tensors([*args, out]))
+            place = f"{self._tracker.path} {users_line()}".strip()
+            self.arithmetic.append(Arithmetic(name, inputs, output, list(filter(is_number, args)), place))
         if native in _LOSSES:
             self.losses.append(ClassLoss(self._tracker.path, *_size_of_loss(*args)))
         if native in _PRODUCTS:
             format_name = name_of(next(tensors([out])).dtype)
-            self.products.append(Product(self._tracker.path, operator_of(op).name, format_name, _sizes(native, args)))
+            self.products.append(Product(self._tracker.path, name, format_name, _sizes(native, args)))
 
 
 class _Casts(TorchFunctionMode):
@@ -137,7 +148,7 @@ _SUM = 2  # torch's value of reduction="sum"
 
 
 def _size_of_loss(logits: Tensor, target: Tensor, weight: Any, reduction: int, *_: Any) -> tuple[int, int]:
-    """Return the number of classes, and the divisor of the loss: 1 for a sum, else the number of targets."""
+    """Return the number of classes, and of rows that the loss is divided by; without reduction, its row count."""
     return logits.shape[-1 if logits.dim() == 1 else 1], 1 if reduction == _SUM else target.numel()
 
 

@@ -7,7 +7,7 @@ nothing, a policy under which nothing is lowered, and a device without units for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -60,6 +60,16 @@ class ClassLoss(NamedTuple):
     where: str  # module or scope path
     classes: int  # number of classes, such as words of a vocabulary
     rows: int  # number of rows (tokens, examples) that the loss is divided by in one call
+
+
+class Arithmetic(NamedTuple):
+    """An addition, subtraction or product of the forward pass, from which `small_steps` finds chains."""
+
+    name: str  # canonical operation
+    inputs: Sequence[Hashable]  # names that tell the values of one program apart
+    output: Hashable
+    numbers: Sequence[float]  # the constants among its operands
+    where: str  # scope and source line, if known
 
 
 @dataclass(frozen=True)
@@ -226,6 +236,22 @@ def judge(facts: Facts) -> Findings:
     return Findings(facts.framework, str(facts.policy), tuple(found))
 
 
+def small_steps(operations: Iterable[Arithmetic]) -> Iterator[str]:
+    """Yield the places where many small multiples have been added to one value, as an integrator's steps are."""
+    small: set[Hashable] = set()
+    steps: dict[Hashable, int] = {}
+    for one in operations:
+        if one.name == "mul" and any(abs(number) <= 2.0**-5 for number in one.numbers):
+            small.add(one.output)
+        elif one.name in ("add", "sub") and not small.isdisjoint(one.inputs):
+            steps[one.output] = 1 + max(steps.get(value, 0) for value in one.inputs)
+            if steps[one.output] == _MANY:
+                yield one.where
+
+
+_MANY = 8  # steps in a chain
+
+
 def _at(places: Iterable[str], **values: Any) -> Fault:
     return places, values
 
@@ -362,12 +388,6 @@ CHECKS = {
         "classes",
         "wrap the optimizer with a dynamic loss scale, or with LossScale.fixed(2.0**{needed}) or more",
     ),
-    "beyond-format": Check(
-        "error",
-        _listed("beyond"),
-        "parameters have numbers beyond {compute}, in which they become inf",
-        "store them in other units, or give what reads them a rule of class full",
-    ),
     "no-masters": Check(  # source: Micikevicius et al., section 3.1
         "warning",
         _no_masters,
@@ -382,6 +402,12 @@ CHECKS = {
         "many small steps are added to one value; in {compute} each is lost beside it",
         "write the loop as one of the framework, which carries the value in float32, or give the additions "
         "a rule of class full",
+    ),
+    "beyond-format": Check(
+        "error",
+        _listed("beyond"),
+        "parameters have numbers beyond {compute}, in which they become inf",
+        "store them in other units, or give what reads them a rule of class full",
     ),
     "foreign-cast": Check(
         "warning",

@@ -1,5 +1,7 @@
 """The same weights and batch have the same report in all frameworks, and the same fault has the same verdict."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Callable
@@ -184,3 +186,22 @@ def test_minus_infinity_is_a_legal_value(framework: str) -> None:
     found = polyamp.calibrate(step, [args], "mixed_float16")
     assert found.rules
     assert [one.kind for one in found.after] == ["finite"]
+
+
+INTEGRATED = {"jax": (jnp.tanh, jnp.asarray), "torch": (torch.tanh, torch.tensor), "tensorflow": (tf.tanh, tf.constant)}
+
+
+@pytest.mark.parametrize("framework", INTEGRATED)
+@pytest.mark.parametrize(("step", "codes"), [(0.005, ["small-steps"]), (0.5, [])])
+def test_small_steps_in_a_python_loop_are_found(framework: str, step: float, codes: list[str]) -> None:
+    tanh, array = INTEGRATED[framework]
+
+    def integrated(w: Any, y: Any) -> Any:
+        for _ in range(5):
+            y = y + step * tanh(y @ w)
+            y = y - tanh(y @ w) * step
+        return y
+
+    found = polyamp.lint(integrated, *map(array, (np.eye(8, dtype=np.float32), X[:8, :8])), policy="mixed_float16")
+    assert [one.code for one in found] == codes
+    assert all("test_diagnosis.py" in one.where for one in found)

@@ -1,5 +1,7 @@
 """The facts about a function that the JAX adapter reports to `polyamp.lint`."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Any
 
@@ -137,16 +139,6 @@ def test_parameters_that_the_format_cannot_hold() -> None:
         ).beyond
         == ()
     )
-
-
-@pytest.mark.parametrize(("step", "found"), [(0.005, 1), (0.5, 0)])
-def test_small_steps_in_a_python_loop(step: float, found: int) -> None:
-    def integrated(params: Any, y: jax.Array) -> jax.Array:
-        for _ in range(20):
-            y = y + step * jnp.tanh(y @ params["w"])
-        return y
-
-    assert len(facts(integrated, {"w": jnp.eye(4)}, jnp.ones((2, 4))).small_steps) == found
 
 
 def test_what_scales_the_loss_is_known() -> None:

@@ -175,15 +175,20 @@ def _check_outermost(holder: Any) -> None:
     nodes = jax.tree.leaves(holder, is_leaf=lambda node: is_state(node) or is_of_optax(node) or _is_chain(node))
     whole = next((node for node in nodes if holds_state(node) and not is_state(node)), None)
     if whole is not None:
-        raise UsageError(
-            "the wrapped optimizer is only a part of an optax optimizer: gradients are accumulated before they are "
-            "tested, used by other parts while they are scaled, or applied by these although the step is skipped",
-            where=_HOLDER,
-            found="a wrapped optimizer in optax's "
-            + (type(whole).__name__ if is_of_optax(whole) else "chain, or next to the state of another optimizer"),
-            allowed="a wrapped optimizer around all others, optax.MultiSteps and optax.masked too",
-            fix=_WRAP + "; pass the states of separate optimizers separately",
-        )
+        place = type(whole).__name__ if is_of_optax(whole) else "chain, or next to the state of another optimizer"
+        raise only_a_part(place, where=_HOLDER)
+
+
+def only_a_part(place: str, *, where: str) -> UsageError:
+    """Return the error for a wrapped optimizer inside an optimizer of optax."""
+    return UsageError(
+        "the wrapped optimizer is only a part of an optax optimizer: gradients are accumulated before they are "
+        "tested, used by other parts while they are scaled, or applied by these although the step is skipped",
+        where=where,
+        found=f"a wrapped optimizer in optax's {place}",
+        allowed="a wrapped optimizer around all others, optax.MultiSteps and optax.masked too",
+        fix=_WRAP + "; pass the states of separate optimizers separately",
+    )
 
 
 def _is_chain(node: Any) -> bool:

@@ -6,6 +6,8 @@ same. Differences between releases are handled here and nowhere else.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,7 +19,6 @@ from jax.extend.core import Literal
 from jax.extend.source_info_util import current_name_stack, summarize, user_context
 from jax.tree_util import default_registry
 
-from polyamp.errors import is_users
 from polyamp.operations import OPERATIONS
 
 DEFAULT = lax.Precision.DEFAULT
@@ -153,7 +154,7 @@ def users_line(equation: Any) -> str:
     # Unlike `source_line` it skips optax, flax and polyamp.
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback else ():
-        if is_users(frame.file_name):
+        if not any(part in frame.file_name for part in _LIBRARIES):
             return f"{frame.file_name.replace(chr(92), '/').rpartition('/')[2]}:{frame.line_num}"
     return source_line(equation)
 
@@ -265,6 +266,13 @@ def specs_of_results(closed: Any) -> list[Any]:
     return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.outvars]  # type: ignore[no-untyped-call]
 
 
+def conditional_of_optax() -> str:
+    """Return the conditional of optax, such as ``apply_if_finite``, that calls the calling method; empty for none."""
+    code = sys._getframe(2).f_code
+    is_branch = code.co_name.strip("_") == "do_update" and f"{os.sep}optax{os.sep}" in code.co_filename
+    return code.co_qualname.partition(".")[0] if is_branch else ""
+
+
 def users_cast(equation: Any) -> str:
     """Return the function that a program called for a cast: ``astype``, ``array``; empty for a cast that JAX made."""
     # Only the traceback shows the difference, since JAX's own promotions are the same primitive.
@@ -282,4 +290,9 @@ def users_cast(equation: Any) -> str:
     return ""
 
 
+_LIBRARIES = (
+    *(f"/{name}/" for name in ("jax", "jaxlib", "optax", "flax", "equinox", "haiku", "chex", "polyamp/backends")),
+    "/backends/jax/",
+    "/lib/python3.",
+)
 _NOT_USERS = ("/jax/_src/", "/jax/numpy/", "/polyamp/backends/", "/backends/jax/")

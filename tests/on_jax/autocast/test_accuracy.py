@@ -1,5 +1,7 @@
 """What autocast costs in accuracy and saves in memory: long scans, shared weights, masks, caches, residuals."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Training over a mesh of data and model axes, run by test_devices.py in a process with eight devices."""
 
+from __future__ import annotations
+
 import re
 from pathlib import Path
 from typing import Any

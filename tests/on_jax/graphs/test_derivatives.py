@@ -1,5 +1,7 @@
 """autocast of functions with the user's own rules (with symbolic zeros, of equinox), and of solvers."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any

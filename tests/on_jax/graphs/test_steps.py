@@ -1,5 +1,7 @@
 """Plans and lint of whole training steps: as documented, with the loss unscaled, and with gradients clipped scaled."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax
@@ -307,6 +309,13 @@ def test_a_wrapped_optimizer_that_is_a_part_of_another_is_refused(name: str, com
         polyamp.scale_loss(jnp.float32(1), {"params": PARAMS, "opt_state": opt_state})
     with pytest.raises(polyamp.errors.UsageError, match="only a part of an optax optimizer"):
         polyamp.lint(step_of(scaled, PARTS[name]), PARAMS, opt_state, X, policy=POLICY)
+
+
+@pytest.mark.parametrize("name", ["apply_if_finite", "conditionally_transform", "MultiSteps"])
+def test_an_update_by_hand_inside_a_conditional_of_optax_is_refused(name: str) -> None:
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), PARAMS)
+    with pytest.raises(polyamp.errors.UsageError, match=f"(?s)only a part of an optax optimizer.*{name}"):
+        PARTS[name].update(params, PARTS[name].init(params), params)
 
 
 RIGHT_HOLDERS = {

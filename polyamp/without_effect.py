@@ -82,6 +82,14 @@ def report_missing_scale(settings: LossScale, compute: str | None, forward: Poli
         )
 
 
+def report_no_policy() -> None:
+    """Warn once that an optimizer does nothing, since nobody chose the policy that it was wrapped for."""
+    warn_once(
+        "the optimizer was wrapped without a policy, so nothing is scaled or checked: pass one, as in "
+        'polyamp.wrap_optimizer(optimizer, "mixed_float16").',
+    )
+
+
 _traced_for: ContextVar[Policy | None] = ContextVar("polyamp_traced_for", default=None)
 
 

@@ -33,7 +33,7 @@ from polyamp.formats import format_of
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.scale import report_nonfinite_loss
-from polyamp.without_effect import report_missing_scale
+from polyamp.without_effect import report_missing_scale, report_no_policy
 
 _PLAIN = "_polyamp_plain"  # the attribute of a guarded step that is the step without its guard
 
@@ -167,6 +167,9 @@ def report_unscaled(model: Any) -> None:
 def _report_mismatch(model: Any, optimizers: Sequence[LossScaledOptimizer]) -> None:
     """Warn once if optimizers were wrapped for another format than that in which the model's layers compute."""
     own = own_policy(model)
+    needs_scale = own is not None and make_policy(own).loss_scale.scales
+    if any(one.lacks_policy for one in optimizers) and not (needs_scale or autocasts()):
+        report_no_policy()
     if own is not None:
         for one in optimizers:
             report_missing_scale(one.scaler.settings, one.scaler.compute, make_policy(own))

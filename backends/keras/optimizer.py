@@ -90,6 +90,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         UsageError: it is wrapped already.
     """
 
+    lacks_policy = False  # whether nobody chose the policy that it was wrapped for
     __module__ = "polyamp.backends.keras"  # what to import before a file is loaded; Keras' error names it
 
     def __init__(

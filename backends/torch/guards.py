@@ -21,7 +21,7 @@ from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping
 from polyamp.errors import UsageError, warn_once
 from polyamp.policies import in_policy
-from polyamp.without_effect import report_missing_scale
+from polyamp.without_effect import report_missing_scale, report_no_policy
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
@@ -164,10 +164,7 @@ def report_policy(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOpti
     if optimizer.steps < STEPS:
         optimizer.steps += 1
         if optimizer.steps == STEPS and optimizer.lacks_policy and not in_policy():
-            warn_once(
-                "the optimizer was wrapped without a policy, so nothing is scaled or checked: pass one, as in "
-                'polyamp.wrap_optimizer(optimizer, "mixed_float16").',
-            )
+            report_no_policy()
         if optimizer.steps == STEPS and optimizer.lowers is False:
             warn_once(
                 f"the optimizer was wrapped for {optimizer.scaler.compute}, and its losses were computed in float32 "

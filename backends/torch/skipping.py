@@ -41,10 +41,9 @@ class AppliedSteps:
     def __init__(self, scheduler: Any) -> None:
         if not isinstance(scheduler, LRScheduler):
             raise InvalidTypeError(
-                "this is not a schedule of the learning rate",
+                "wrong type, expected LRScheduler",
                 where="AppliedSteps(scheduler)",
                 found=shown(scheduler),
-                allowed="an instance of torch.optim.lr_scheduler.LRScheduler",
                 fix="give the scheduler, made for the wrapped optimizer or the one inside",
             )
         self.scheduler: LRScheduler = scheduler

@@ -1,5 +1,7 @@
 """Containers that models take and return, cast to other formats: every kind keeps its type."""
 
+from __future__ import annotations
+
 import dataclasses
 import io
 import pickle

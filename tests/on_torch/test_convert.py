@@ -1,5 +1,7 @@
 """Modules and containers in a policy's formats."""
 
+from __future__ import annotations
+
 import copy
 import pickle
 from typing import Any, ClassVar

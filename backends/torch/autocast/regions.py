@@ -293,6 +293,9 @@ def enter(region: Region | None, device_types: Iterable[str] = ()) -> Frame:
 @unstable.never_compiled
 def leave(frame: Frame) -> None:
     """Undo `enter`."""
+    here, outer = HERE.thread, frame.outer
+    if here.frame is not frame and _hand_on(frame, here.frame):
+        return
     if frame.marks is not frame.before:
         set_marks(frame.before, frame.marks)
     for device, enabled, dtype in frame.native:
@@ -301,7 +304,6 @@ def leave(frame: Frame) -> None:
         torch.set_autocast_enabled(device, enabled)
         torch.set_autocast_dtype(device, dtype)
     torch.set_autocast_cache_enabled(frame.keeps_casts)
-    here, outer = HERE.thread, frame.outer
     here.frame = outer
     if _kernels is not None:
         if outer is None:
@@ -312,6 +314,24 @@ def leave(frame: Frame) -> None:
         here.history.add(_next_number(), None if outer is None else outer.region)
     if frame.undo is not None:
         frame.undo()
+
+
+def _hand_on(frame: Frame, inner: Frame | None) -> bool:
+    """Let the region inside this one restore what this one would, as two generators may end in any order."""
+    inside = []
+    while inner is not None and inner is not frame:
+        inside.append(inner)
+        inner = inner.outer
+    if inner is None or len(inside[-1].native) != len(frame.native):
+        return False  # it was entered in another thread, or around a module
+    for _ in frame.native:
+        torch.autocast_decrement_nesting()
+    for one in inside:
+        one.depth -= len(frame.native)
+    after = inside[-1]
+    after.outer, after.native, after.keeps_casts = frame.outer, frame.native, frame.keeps_casts
+    after.before, after.undo = frame.before, frame.undo
+    return True
 
 
 _running, _next_number = unstable.running_task, unstable.next_sequence_number

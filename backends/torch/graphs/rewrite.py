@@ -175,7 +175,7 @@ class Rewritten(GraphModule):
         return self.programs[0].plan
 
     def train(self, mode: bool = True) -> Rewritten:
-        """Set training mode here and in the module that was rewritten."""
+        """Set the mode of the original and of all its parts."""
         self._source[1].train(mode)
         super().train(mode)
         return self

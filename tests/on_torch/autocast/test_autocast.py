@@ -1,8 +1,12 @@
 """Autocast by policy: formats, nesting, threads, exceptions, decorators, compilation, warnings."""
 
+from __future__ import annotations
+
 import contextvars
 import gc
+import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ import torch
 
 import polyamp
 from polyamp.backends.torch import autocast
+from polyamp.backends.torch.autocast import regions
 from polyamp.errors import UnsupportedError
 
 A = torch.ones(2, 2)
@@ -44,6 +49,27 @@ def test_one_object_may_be_entered_again_inside_itself() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_generators_leave_regions_in_any_order(order: tuple[int, ...]) -> None:
+    """Native autocast, left so, stays on afterwards."""
+
+    def inside(policy: str) -> Iterator[None]:
+        with polyamp.autocast(policy):
+            yield
+
+    entered = [inside(policy) for policy in ("mixed_float16", "float32", "mixed_bfloat16")]
+    formats = [torch.float16, torch.float32, torch.bfloat16]
+    for one in entered:
+        next(one)
+    for count, place in enumerate(order):
+        left = [formats[one] for one in range(3) if one not in order[:count]]
+        assert product() == left[-1]
+        assert next(entered[place], None) is None
+    assert product() == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+    assert (regions.nesting(), regions.HERE.thread.frame) == (0, None)
+
+
 @pytest.mark.parametrize("rules", [{"softmax": "full"}, {"*_norm": "full"}, None])
 @pytest.mark.parametrize("policy", ["mixed_float16", "float16", "O3"])
 def test_rules_that_say_what_native_autocast_does_change_nothing(policy: str, rules: dict[str, str] | None) -> None:
@@ -70,9 +96,7 @@ def test_entering_at_every_step_leaves_nothing_behind() -> None:
     def step() -> tuple[int, int]:
         with polyamp.autocast("mixed_bfloat16"):
             (A.clone().requires_grad_() * 2).sum().backward()
-        return len(contextvars.copy_context()), sum(
-            type(one).__module__.startswith("polyamp.") for one in gc.get_objects()
-        )
+        return len(contextvars.copy_context()), sum(type(one) is regions.Frame for one in gc.get_objects())
 
     assert step() == step()
 

@@ -1,10 +1,12 @@
 """Calibration of PyTorch models whose plain policy fails: rules for one layer, with the evidence."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from polyamp import calibrate
+from polyamp.diagnosis.calibrate import calibrate
 
 
 class Wide(nn.Module):

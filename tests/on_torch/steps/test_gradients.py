@@ -1,5 +1,7 @@
 """Unscaling, testing and clipping of every kind of gradient."""
 
+from __future__ import annotations
+
 import math
 
 import pytest

@@ -1,5 +1,7 @@
 """Steps whose loss nobody scaled are refused, however they come about, and right ones are not."""
 
+from __future__ import annotations
+
 import functools
 import gc
 import math

@@ -288,6 +288,12 @@ def entry_named(name: object) -> EntryPoint:
     return entry
 
 
+def check_backend(name: object) -> None:
+    """Refuse a word that names no framework, for a verb that looks for its adapter later."""
+    if name is not None:
+        entry_named(name)
+
+
 def adapter_of(obj: object) -> Adapter | None:
     """Return the adapter of ``obj``: by the import roots of its type's bases, else by asking the loaded adapters."""
     return _by_root(obj) or _by_asking(obj)

@@ -78,8 +78,7 @@ def autocast(
     """
     if mistaken:
         raise _another_autocast(mistaken)
-    if backend is not None:
-        adapters.entry_named(backend)
+    adapters.check_backend(backend)
     bound = None if policy is None else make_policy(policy)
     if callable(target) and not isinstance(target, Policy) and name_of_dtype(target) is None:
         return autocast_function(target, bound, backend, {} if argnums is None else {"argnums": argnums})

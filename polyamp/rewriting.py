@@ -119,6 +119,7 @@ def rewrite(
     chosen = None if policy is None else make_policy(policy)
     options = {"jit_compile": jit_compile, "argnums": argnums}
     options = {name: value for name, value in options.items() if value is not None}
+    adapters.check_backend(backend)
     if fn is None and not (args or kwargs):
         return functools.partial(rewrite, policy=chosen, backend=backend, **options)
     own = adapters.adapter_of(fn)

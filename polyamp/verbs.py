@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
-from polyamp.adapters import adapter_for, check_options, verb_of
+from polyamp.adapters import adapter_for, check_backend, check_options, verb_of
 from polyamp.errors import InvalidTypeError, brief, check_callable, norm_limit, refuses_unreadable
 from polyamp.libraries import library
 from polyamp.policies import Policy, in_policy
@@ -164,6 +164,9 @@ def _check_made(optimizer: object) -> None:
     elif inspect.isroutine(optimizer) or isinstance(optimizer, functools.partial):
         what = "no adapter knows this object: it is a function, not an optimizer"
         fix = f"call it first: {getattr(optimizer, '__name__', 'it')}(...); then wrap what it returns"
+    elif isinstance(optimizer, str):
+        what = "no adapter knows this object: it is a name, not an optimizer"
+        fix = "make one first, as in keras.optimizers.Adam(1e-3) or optax.adam(1e-3); then wrap it"
     elif isinstance(optimizer, Iterator):
         what = "no adapter knows this object: it is an iterator, of parameters perhaps, not an optimizer"
         fix = "make an optimizer of them first, as in torch.optim.AdamW(model.parameters(), lr=1e-3); then wrap it"
@@ -300,6 +303,7 @@ def value_and_grad(
         A function of ``(opt_state, params, *args, **kwargs)``.
     """
     check_callable(fun, where="value_and_grad(fun)", allowed="a function of a loss", fix="give the function itself")
+    check_backend(backend)
     bound = None if policy is None else make_policy(policy)
     options = {} if isinstance(argnums, int) and argnums == 0 else {"argnums": argnums}
 

@@ -55,7 +55,11 @@ def record(
     function, inputs = _step_of(step, args, kwargs, used)
     with amended(step, policy):
         recorded = verb(function, inputs, {}, remaining_policy(step, policy), widened=widened, scale=used)
-    named = (one._replace(name=variable_path(one.name)) for one in recorded.observations)
+    # Without the model's name: in rules it would name one copy, as a name such as ``sequential_1`` counts models.
+    named = (
+        one._replace(name=variable_path(one.name), where=f"{one.where}/".removeprefix(f"{step.name}/").rstrip("/"))
+        for one in recorded.observations
+    )
     return replace(recorded, policy=str(policy), observations=tuple(named), differentiates=own is not None)
 
 
@@ -139,7 +143,7 @@ def _by_path(variables: Sequence[Any]) -> dict[str, Any]:
 def _check(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if not 1 <= len(args) <= 3 or kwargs:
         raise InvalidTypeError(
-            "the arguments are not one batch",
+            "a model takes a batch",
             where=f"the step {model.name!r}",
             found=f"{len(args)} arguments" + (f" and {', '.join(kwargs)}" if kwargs else ""),
             allowed="x and y, and perhaps a sample weight",

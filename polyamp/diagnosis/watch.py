@@ -17,6 +17,7 @@ from polyamp.errors import (
     check_callable,
     check_count,
     refuses_unreadable,
+    unknown_options,
     warn_once,
 )
 from polyamp.policies import Policy
@@ -33,7 +34,9 @@ def watch(
     after: int = 4,
     on_verdict: Callable[[Verdict], object] | None = None,
     policy: Policy | str | None = None,
-    **options: Any,
+    scale: float | None = None,
+    backend: str | None = None,
+    **mistaken: Any,
 ) -> Step:
     """Wrap a training step so that it is diagnosed automatically if several steps in a row are skipped.
 
@@ -59,12 +62,13 @@ def watch(
             and then in its last result; donated buffers are read while they still exist.
         after: skipped steps in a row that trigger a diagnosis.
         on_verdict: receives the verdict; None issues it as a `PolyampWarning`.
-        policy: passed to `polyamp.diagnose`.
-        **options: passed to `polyamp.diagnose`: ``scale`` or ``backend``.
+        policy, scale, backend: passed to `polyamp.diagnose`.
+        **mistaken: other options: refused.
 
     Raises:
         InvalidTypeError: ``step`` or ``on_verdict`` is not callable, or ``after`` is not an integer.
         InvalidValueError: ``after`` is less than 1, or the policy is unknown.
+        UnsupportedError: an option does not exist.
         UsageError: at the first check, if nothing holds a loss scale.
     """
     check_callable(step, where="watch(step)", allowed="a function", fix="give the training step itself")
@@ -72,8 +76,11 @@ def watch(
         allowed, fix = "a function of a Verdict", "give print, for example"
         check_callable(on_verdict, where="watch(on_verdict=)", allowed=allowed, fix=fix)
     check_count("after", after, where="watch(after=)")
+    if mistaken:
+        raise unknown_options([*mistaken], _OPTIONS, where="watch(step, holder)")
+    adapters.check_backend(backend)
     chosen = None if policy is None else make_policy(policy)
-    explain = Explainer(functools.partial(diagnose, step, policy=chosen, **options), on_verdict)
+    explain = Explainer(functools.partial(diagnose, step, policy=chosen, scale=scale, backend=backend), on_verdict)
     calls = itertools.count(1)
     returned: Any = None
     is_value = holder is None or hasattr(adapters.adapter_within(holder), "holds_loss_scale")
@@ -93,6 +100,9 @@ def watch(
         return result
 
     return watched  # type: ignore[return-value]
+
+
+_OPTIONS = ("after", "on_verdict", "policy", "scale", "backend")
 
 
 def _holds_scale(found: Any) -> bool:

@@ -1,5 +1,7 @@
 """Importing polyamp loads no framework and few modules; a missing framework is an error that names its extra."""
 
+from __future__ import annotations
+
 import importlib
 import os
 import shutil

@@ -1,5 +1,7 @@
 """The finder of `polyamp run`, with modules and frameworks that only these tests have."""
 
+from __future__ import annotations
+
 import importlib
 import pickle
 import sys
@@ -14,7 +16,7 @@ import pytest
 from polyamp import policy
 from polyamp import run as running_scripts
 from polyamp.errors import PolyampWarning, UsageError, forget_warnings
-from polyamp.run import Finder, Session, current, note_own_precision
+from polyamp.run import Finder, Session, current, found
 
 BEGUN: list[Session] = []
 
@@ -169,13 +171,13 @@ def test_an_adapter_that_does_not_load_is_refused_with_a_policy_and_reported_wit
 
 
 def test_mixed_precision_of_its_own_is_reported_without_a_policy_and_refused_with_one() -> None:
-    note_own_precision("nobody listens")
+    found("nobody listens")
     with Session() as session:
-        code = "from polyamp.run import note_own_precision\n\n\nnote_own_precision('gone.amp.start')\n"
+        code = "from polyamp.run import found\n\n\nfound('gone.amp.start')\n"
         exec(compile(code, "/script/train.py", "exec"), {})
         assert session.interfaces == {"gone.amp.start": "/script/train.py:4"}
     with Session(policy("mixed_float16")), pytest.raises(UsageError, match="of its own"):
-        note_own_precision("gone.amp.start")
+        found("gone.amp.start")
     assert current() is None
 
 

@@ -1,5 +1,7 @@
 """Arguments that are refused: numbers, counts, functions, options and names; a near miss gets a suggestion."""
 
+from __future__ import annotations
+
 import functools
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +27,10 @@ from polyamp.adapters import check_options
         (lambda: LossScale().to_state_dict(LossScale().initial_state(), like="megatrn"), "did you mean megatron"),
         (lambda: polyamp.convert(3, backend="tensorfow"), "did you mean tensorflow"),
         (lambda: polyamp.autocast("fp16", backend="torhc"), "did you mean torch"),
+        (lambda: polyamp.rewrite(policy="fp16", backend="torhc"), "did you mean torch"),
+        (lambda: polyamp.value_and_grad(len, backend="torhc"), "did you mean torch"),
+        (lambda: polyamp.watch(len, backend="torhc"), "did you mean torch"),
+        (lambda: polyamp.watch(len, polciy="fp16"), "did you mean policy"),
         (lambda: polyamp.parity(len, better="high"), "parity.better="),
         (lambda: policy("nonesuch"), "mixed_float16, (.*), O2, and others of docs/reference/policies.md"),
     ],

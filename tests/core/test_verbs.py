@@ -1,5 +1,7 @@
 """The public verbs refuse bad input before any framework is asked."""
 
+from __future__ import annotations
+
 import sys
 from typing import Any
 
@@ -32,6 +34,7 @@ def test_bad_norm_limit_is_refused(limit: Any) -> None:
     ("call", "says"),
     [
         (lambda: polyamp.wrap_optimizer([], "mixed_float16"), "no adapter knows this object(?s:.)*torch"),
+        (lambda: polyamp.wrap_optimizer("adam", "mixed_float16"), "make one first, as in keras.optimizers.Adam"),
         (lambda: polyamp.convert(Stranger()), "no adapter knows"),
         (lambda: polyamp.save_loss_scale(Stranger()), "no adapter knows"),
         (lambda: polyamp.scale_loss(1.0, Stranger()), "no adapter knows"),

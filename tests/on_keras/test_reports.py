@@ -1,5 +1,7 @@
 """Reports about a model describe it as it is: with its layers' own dtype policies, or without any."""
 
+from __future__ import annotations
+
 import warnings
 from typing import Any
 
@@ -89,9 +91,10 @@ def test_rules_that_were_found_cure_the_model(rules_of: Any) -> None:
     model = made(hot=3e5)
     rules = rules_of(model)
     assert [layer.compute_dtype for layer in model.layers] == ["float16", "float16", "float32"]  # as it was
-    polyamp.convert(model, polyamp.policy(F16, rules=rules))
-    model.train_on_batch(X, Y)
-    assert model.optimizer.last_step.applied
+    for copy in (model, made(hot=3e5)):  # Keras gives the second one another name
+        polyamp.convert(copy, polyamp.policy(F16, rules=rules))
+        copy.train_on_batch(X, Y)
+        assert copy.optimizer.last_step.applied
 
 
 def test_a_float32_layer_does_not_overflow() -> None:
@@ -110,10 +113,18 @@ def trained(model: keras.Model, how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("how", ["fit", "train_on_batch"])
-def test_training_says_once_that_a_model_was_not_converted(how: str) -> None:
-    (message,) = trained(made(None), how)
-    assert "trains in float32" in message
-    assert "polyamp.convert" in message
+@pytest.mark.parametrize(
+    ("policy", "wrap", "what", "remedy"),
+    [
+        (None, scaled, "trains in float32", "polyamp.convert"),
+        (None, polyamp.wrap_optimizer, "without a policy", "polyamp.wrap_optimizer"),
+        ("mixed_bfloat16", polyamp.wrap_optimizer, "without a policy", "polyamp.wrap_optimizer"),
+    ],
+)
+def test_training_says_once_that_a_policy_is_missing(how: str, policy: Any, wrap: Any, what: str, remedy: str) -> None:
+    (message,) = trained(made(policy, wrap=wrap), how)
+    assert what in message
+    assert remedy in message
 
 
 def made_under_keras_own_policy() -> keras.Model:

@@ -3,6 +3,8 @@
 tox run -e cuda -- --suite=tensorflow
 """
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
 import tensorflow as tf

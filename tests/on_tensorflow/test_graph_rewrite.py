@@ -1,7 +1,8 @@
 """``enable_mixed_precision_graph_rewrite`` of TensorFlow 1: in a Session, in functions, and with Keras 3."""
 
+from __future__ import annotations
+
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.backends.tensorflow import (
+from polyamp.backends.tensorflow.autocast.context import autocast_everywhere
+from polyamp.backends.tensorflow.autocast.lowering import everywhere
+from polyamp.backends.tensorflow.graph_rewrite import (
     disable_mixed_precision_graph_rewrite,
     enable_mixed_precision_graph_rewrite,
 )
@@ -22,11 +25,9 @@ X, W = (tf.constant(np.random.default_rng(seed).standard_normal((8, 8)), tf.floa
 
 @pytest.fixture(autouse=True)
 def _off_before_and_after() -> Iterator[None]:
-    assert not is_half(X @ W)
+    assert everywhere() is None
     yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # where it was not enabled
-        disable_mixed_precision_graph_rewrite()
+    autocast_everywhere(None)
 
 
 def sgd() -> Any:
@@ -186,4 +187,4 @@ def test_tensorflows_dynamic_loss_scale_keeps_its_settings() -> None:
 def test_what_is_refused_switches_nothing_on(opt: Any, loss_scale: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         enable_mixed_precision_graph_rewrite(opt, loss_scale)
-    assert not is_half(X @ W)
+    assert everywhere() is None

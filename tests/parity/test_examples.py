@@ -1,5 +1,7 @@
 """The examples run as programs, show what they are there to show, and stay short."""
 
+from __future__ import annotations
+
 import json
 import os
 import runpy

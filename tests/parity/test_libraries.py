@@ -1,5 +1,7 @@
 """Other libraries' loss scales: their rules, what they saved read here, and what is written here continued there."""
 
+from __future__ import annotations
+
 import math
 import random
 from collections.abc import Callable

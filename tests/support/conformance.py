@@ -1,5 +1,7 @@
 """The promises of every adapter about steps, casts and saved loss scales."""
 
+from __future__ import annotations
+
 import json
 from typing import Any
 

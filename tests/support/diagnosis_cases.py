@@ -1,5 +1,7 @@
 """Observations made by hand, for the tests of the core's conclusions."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable
 

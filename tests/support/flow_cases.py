@@ -1,5 +1,7 @@
 """Values for the tests of the flow rule, and short functions that call it."""
 
+from __future__ import annotations
+
 import itertools
 
 from polyamp.flow import Decision, Value, decide, flow

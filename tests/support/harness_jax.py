@@ -1,5 +1,7 @@
 """Drive the JAX adapter with NumPy arrays: optax optimizers outside ``jit``."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any, Literal
 

@@ -1,5 +1,7 @@
 """A Python without some of this one's packages, like that of a machine without our installations."""
 
+from __future__ import annotations
+
 import re
 import sys
 import venv

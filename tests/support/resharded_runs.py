@@ -1,5 +1,7 @@
 """Wrapped optimizers whose distributed checkpoints are read over other meshes; see test_resharding.py."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple

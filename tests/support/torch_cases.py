@@ -1,5 +1,7 @@
 """Models for the tests of rewriting, each with arguments."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -93,7 +93,7 @@ def rewritten_before(name: str, policy: str) -> UsageError:
     return UsageError(
         "this function or graph was rewritten already",
         where=name,
-        found=f"rewritten for {policy}",
+        found=policy,
         fix="rewrite the original function, or use the same policy",
     )
 
@@ -110,6 +110,11 @@ def tracing(fn: Any) -> Iterator[None]:
             raise
         fix = "return tensors or None; a tf.function runs operations with effects by itself"
         raise _refused(fn, "it returns an operation", error, fix) from error
+    except ValueError as error:
+        if "singleton tf.Variable" not in str(error):
+            raise
+        fix = "make variables, layers and optimizers once, outside of the function"
+        raise _refused(fn, "each call makes new variables", error, fix) from error
     except RuntimeError as error:
         if "merge_call" not in str(error):
             raise

@@ -1,11 +1,14 @@
 """`polyamp.rewrite` of code that it cannot rewrite, the user's own errors, and memory after functions are deleted."""
 
+from __future__ import annotations
+
 import gc
 import re
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -16,6 +19,7 @@ from polyamp.backends.tensorflow import explain, rewrite
 from support.tensorflow_cases import EDGES, normal, relative_error, train_step, variables_like
 
 X, W = normal(6, 8), normal(8, 8, seed=1)
+WEIGHT = tf.Variable(W)
 BF16, FP16 = "mixed_bfloat16", "mixed_float16"
 
 
@@ -38,6 +42,19 @@ def test_a_step_that_returns_an_operation(run: Callable[..., Any], step: Callabl
     with pytest.raises(polyamp.errors.UsageError, match="returns an operation") as error:
         run(step, X, policy=BF16)
     says(error, "Operation")
+
+
+def with_a_new_optimizer(x: Any) -> Any:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(x @ WEIGHT)
+    return keras.optimizers.SGD(0.1).apply([tape.gradient(loss, WEIGHT)], [WEIGHT])
+
+
+@pytest.mark.parametrize("step", [with_a_new_optimizer, lambda x: x @ tf.Variable(W)])
+def test_a_step_that_makes_variables_at_each_call(step: Callable[..., Any]) -> None:
+    with pytest.raises(polyamp.errors.UsageError, match="new variables") as error:
+        rewrite(step, X, policy=BF16)
+    says(error, "optimizers once, outside")
 
 
 def of_a_graph() -> Any:
@@ -189,7 +206,7 @@ def test_many_rewrites_leave_nothing_behind() -> None:
         once(turn)
     gc.collect()
     functions, objects = set(context.context().list_function_names()), len(gc.get_objects())
-    made = [once(turn) for turn in range(2 * len(names))]
+    made = [once(turn) for turn in range(20)]
     gc.collect()
     assert not [one for one in made if one() is not None]
     assert set(context.context().list_function_names()) == functions

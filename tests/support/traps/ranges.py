@@ -1,5 +1,7 @@
 """Sums, products, exponentials and constants that leave 16 bits, and loops that add up in them."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np

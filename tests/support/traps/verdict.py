@@ -1,5 +1,7 @@
 """Judge whether an engine kept a trap: finite wherever float32 is, and equal to it up to the format's roundings."""
 
+from __future__ import annotations
+
 from functools import cache
 
 import numpy as np

@@ -101,6 +101,12 @@ def warn_once(message: str, *, category: type[PolyampWarning] = PolyampWarning) 
 
 
 _INSTALLED = (os.path.dirname(warnings.__file__), "site-packages", "dist-packages")
+_OWN = (os.path.dirname(__file__), os.path.realpath(os.path.join(os.path.dirname(__file__), "backends")))
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file of code is neither polyamp's nor installed."""
+    return not (file.startswith(_OWN) or any(part in file for part in _INSTALLED))
 
 
 def _users_level() -> int:

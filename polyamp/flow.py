@@ -151,7 +151,7 @@ def flow(
     compute: str,
     *,
     gradient: bool = False,
-    held: str = "",
+    asked: str = "",
 ) -> Decision:
     """Decide the format of one operation. Pure: the same arguments give the same answer in every framework.
 
@@ -160,7 +160,7 @@ def flow(
         inputs: the facts about its floating inputs, in order.
         compute: the compute format.
         gradient: whether it is part of a backward pass.
-        held: what `polyamp.readers.look` found about its result.
+        asked: what `polyamp.readers.look` found about its result.
     """
     # The classes of operations:
     #
@@ -185,7 +185,7 @@ def flow(
     if decision.op_class == "keep" or foreign:
         return _as_written(decision, inputs, foreign)
     operation, unfit = decision.operation, next((value.unfit for value in inputs if value.unfit), "")
-    format_name, output, reason = _by_class(decision, inputs, compute, gradient, held)
+    format_name, output, reason = _by_class(decision, inputs, compute, gradient, asked)
     if unfit and (output.state == "low" or decision.op_class == "follow"):
         format_name, output, reason = _strong("a constant", unfit)
     is_low = output.state == "low" and format_name == compute
@@ -201,11 +201,11 @@ _NEXT_TO_INPUT = "next to an input"
 _Choice = tuple[str, Value, str]  # a format, the state of the outputs, and the reason
 
 
-def _by_class(decision: Decision, inputs: Sequence[Value], compute: str, gradient: bool, held: str) -> _Choice:
+def _by_class(decision: Decision, inputs: Sequence[Value], compute: str, gradient: bool, asked: str) -> _Choice:
     """Decide by the class and what is known of the result. A low result may be computed in float32."""
     operation, op_class, by_table = decision.operation, decision.op_class, decision.reason == TABLE
-    if by_table and _is_held(operation, op_class, inputs, held):
-        return _strong(operation, held)
+    if by_table and _is_asked(operation, op_class, inputs, asked):
+        return _strong(operation, asked)
     if by_table and _overflows(operation, compute):
         return _strong(operation, f"{operation} leaves the range of {compute}")
     if op_class in ("follow", "neutral") and normalizes(operation, inputs, gradient):
@@ -227,11 +227,11 @@ def _by_class(decision: Decision, inputs: Sequence[Value], compute: str, gradien
     return _follow(inputs, compute)
 
 
-def _is_held(operation: str, op_class: str, inputs: Sequence[Value], held: str) -> bool:
+def _is_asked(operation: str, op_class: str, inputs: Sequence[Value], asked: str) -> bool:
     """Return whether an operation is in float32 because of what becomes of its result."""
-    if held == ACCUMULATES:
+    if asked == ACCUMULATES:
         return op_class in ("follow", "neutral", "promote")
-    return held == READ_IN_FULL and operation == "mul" and all(value.state == "low" for value in inputs[:2])
+    return asked == READ_IN_FULL and operation == "mul" and all(value.state == "low" for value in inputs[:2])
 
 
 def _averages(operation: str, inputs: Sequence[Value]) -> bool:

@@ -191,9 +191,9 @@ class Decider:
             self.decisions[key] = decide(self.policy.rules, *key)
         return self.decisions[key]
 
-    def flow(self, decision: Decision, inputs: Sequence[Value], *, gradient: bool = False, held: str = "") -> Decision:
+    def flow(self, decision: Decision, inputs: Sequence[Value], *, gradient: bool = False, asked: str = "") -> Decision:
         """Apply `polyamp.flow.flow` in the policy's compute format."""
-        return _flow(decision, tuple(inputs), self.compute, gradient=gradient, held=held)
+        return _flow(decision, tuple(inputs), self.compute, gradient=gradient, asked=asked)
 
     def constant(self, *magnitudes: float) -> Value:
         """Return the facts about a constant in the policy's compute format; see `polyamp.flow.constant`."""

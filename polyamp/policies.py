@@ -20,9 +20,9 @@ from polyamp.errors import (
 )
 from polyamp.flow import Decision, decide
 from polyamp.formats import format_of, name_of_dtype
+from polyamp.policy_words import WORDS, Words, default_loss_scale, default_rules, read, write
 from polyamp.rules import Rule, parse_rules
 from polyamp.settings import LossScale
-from polyamp.spellings import WORDS, Words, default_loss_scale, default_rules, read, write
 from polyamp.trees import too_deep
 
 Tree = TypeVar("Tree")
@@ -274,10 +274,10 @@ def policy(
         raise wrong_type(
             spec, where=where, allowed="a Policy or a string", fix='pass a name, for example "mixed_float16"'
         )
-    kept = tuple(rule for rule in base.rules if rule.pattern not in {own.pattern for own in own_rules})
+    other_rules = tuple(rule for rule in base.rules if rule.pattern not in {own.pattern for own in own_rules})
     return replace(
         base,
-        rules=own_rules + kept,
+        rules=own_rules + other_rules,
         loss_scale=base.loss_scale if loss_scale is None else LossScale.of(loss_scale, where="policy(loss_scale=)"),
         name=base.name if name is None else name,
     )
@@ -305,9 +305,9 @@ def current_policy() -> Policy:
     return _global_policy if entry is None else entry[0]
 
 
-def enter(policy: Policy, owner: object, held: Any = None) -> None:
-    """Make a policy the current one until `leave(owner)`, which returns ``held``."""
-    _INNERMOST.set((policy, owner, held, _INNERMOST.get()))
+def enter(policy: Policy, owner: object, payload: Any = None) -> None:
+    """Make a policy the current one until `leave(owner)`, which returns ``payload``."""
+    _INNERMOST.set((policy, owner, payload, _INNERMOST.get()))
 
 
 def leave(owner: object) -> Any:
@@ -320,8 +320,8 @@ def leave(owner: object) -> Any:
     if entry is None:
         return None  # it was entered in another task
     outer = entry[3]
-    for policy, other, held, _ in reversed(later):
-        outer = policy, other, held, outer
+    for policy, other, payload, _ in reversed(later):
+        outer = policy, other, payload, outer
     _INNERMOST.set(outer)
     return entry[2]
 

@@ -51,7 +51,7 @@ class Session(ExitStack):
         self.replace(sys.modules[__name__], "_current", self)
         return self
 
-    def found(self, interface: str) -> None:
+    def note_own_precision(self, interface: str) -> None:
         """Record that the script uses mixed precision of its own; refuse it under a policy."""
         self.interfaces.setdefault(interface, script_line())
         if self.policy is not None:
@@ -115,10 +115,10 @@ def current() -> Session | None:
     return _current
 
 
-def found(interface: str) -> None:
-    """Call `Session.found` of the running script; outside `polyamp run` do nothing."""
+def note_own_precision(interface: str) -> None:
+    """Call `Session.note_own_precision` of the running script; outside `polyamp run` do nothing."""
     if _current is not None:
-        _current.found(interface)
+        _current.note_own_precision(interface)
 
 
 def is_script(file: str) -> bool:

@@ -157,7 +157,7 @@ class ScaledLosses:
             self._open, self._opened = self._open + 1, place
 
     def why(self) -> str:
-        """Return the reason why the last step was skipped, if it is known: its loss was not finite."""
+        """Return the reason of a skip if the last loss that was scaled was inf or NaN, else an empty string."""
         try:
             return "" if self.finite is None or self.finite else NONFINITE_LOSS
         except TypeError:  # it was scaled in a graph

@@ -11,8 +11,6 @@ Rules and state are tested by hypothesis with few examples by default, and with 
 ``--hypothesis-profile=nightly``.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -6,8 +6,6 @@
 A suite that passes is one line; of one that fails, all its output is shown. Arguments after ``--`` go to every pytest.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -20,12 +18,12 @@ TESTS = Path(__file__).parent
 BIN = Path(sysconfig.get_path("scripts"))  # tests run against what is installed: `pytest`, never `python -m pytest`
 
 PYTEST = {  # the longest first, so that the processors end together
-    "torch": ["--suite=torch", f"--ignore={TESTS}/on_torch/steps", f"--ignore={TESTS}/on_torch/kernels"],
-    "torch-steps": ["--suite=torch", f"{TESTS}/on_torch/steps", f"{TESTS}/on_torch/kernels"],
+    "parity": ["--suite=parity"],
     "tensorflow": ["--suite=tensorflow"],
     "jax": ["--suite=jax"],
-    "parity": ["--suite=parity"],
+    "torch": ["--suite=torch", f"--ignore={TESTS}/on_torch/steps", f"--ignore={TESTS}/on_torch/kernels"],
     "keras": ["--suite=keras", "--keras-backend=tensorflow"],
+    "torch-steps": ["--suite=torch", f"{TESTS}/on_torch/steps", f"{TESTS}/on_torch/kernels"],
     "keras-on-jax": ["--suite=keras", "--keras-backend=jax", "-m", "backends"],
     "keras-on-torch": ["--suite=keras", "--keras-backend=torch", "-m", "backends"],
     # the examples of public names; the conftest is named because the package lies outside tests/

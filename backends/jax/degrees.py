@@ -125,7 +125,7 @@ class _Reader:
 
 
 def _constant(array: Any) -> _Value:
-    """Return the facts about a constant: zeros have any degree, and so does NaN, which can force a step to skip."""
+    """Return a constant's degree: none; but any for zeros, and for NaN, which programs write to force a skip."""
     if not isinstance(array, np.ndarray | np.generic | float | int):
         return _Value()
     values = np.asarray(array)

@@ -27,7 +27,7 @@ _LOW = ("float16", "bfloat16")
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Return the facts about a function; see `polyamp.adapters.CollectFacts`."""
+    """Return the facts about a function; see `polyamp.adapters.Adapter.facts`."""
     holder = (_state_of(optimizer, args), args, dict(kwargs))
     equations, scaling = _traced(target, args, dict(kwargs), policy)
     return Facts(

@@ -167,14 +167,14 @@ class Step:
         # The updates have the structure of the gradients, unless the optimizer updates more (``optax.lookahead``).
         template = grads if params is None or same_structure(grads, params) else params
 
-        def moved(updates: Any, full: Any) -> Any:
+        def when_applied(updates: Any, full: Any) -> Any:
             if state.master_weights is not None:
                 updates = gradients.updates_to(gradients.masters_in(full, state.master_weights), params, updates)
             if self.settings.check:  # both branches must have the same dtypes
                 updates = jax.tree.map(lambda update, like: update.astype(like.dtype), updates, widened(template))
             return updates
 
-        return self._stepped(grads, state, params, extra, moved, lambda: gradients.zero_updates(template))
+        return self._stepped(grads, state, params, extra, when_applied, lambda: gradients.zero_updates(template))
 
     def apply(self, grads: Any, state: LossScaleOptState, params: Any, **extra: Any) -> tuple[Any, LossScaleOptState]:
         """Return the new parameters and the new state, with one conditional around update and apply."""
@@ -184,10 +184,10 @@ class Step:
             where, allowed = "apply_gradients(tx, grads, opt_state, params)", "a pytree with floating-point arrays"
             raise wrong_type(params, where=where, allowed=allowed, fix=_GRADIENTS, what="no parameter to update")
 
-        def moved(updates: Any, full: Any) -> Any:
+        def when_applied(updates: Any, full: Any) -> Any:
             return jax.tree.map(lambda value, param: value.astype(param.dtype), full, trained)
 
-        new, state = self._stepped(trainable(grads), state, trained, extra, moved, lambda: trained)
+        new, state = self._stepped(trainable(grads), state, trained, extra, when_applied, lambda: trained)
         return merged(new, params), state
 
     def _stepped(
@@ -196,30 +196,30 @@ class Step:
         state: LossScaleOptState,
         params: Any,
         extra: dict[str, Any],
-        moved: Callable[[Any, Any], Any],
-        unmoved: Callable[[], Any],
+        when_applied: Callable[[Any, Any], Any],
+        when_skipped: Callable[[], Any],
     ) -> tuple[Any, LossScaleOptState]:
-        """Return a result and the new state: ``moved`` of updates and new parameters, or ``unmoved`` if skipped."""
+        """Return the new state, and ``when_applied`` of updates and new parameters, or ``when_skipped`` if skipped."""
         _check(state, params)
         grads = gradients.at_scale(grads, state.scalars.scale)
         state = state._replace(loss_scale=gradients.marked(state.scalars.scale, gradients.SCALE))
         grads = gradients.marked_gradients(grads)
 
-        def taken() -> tuple[Any, Any, Any]:
+        def update_branch() -> tuple[Any, Any, Any]:
             full = None if params is None else self._full(params, state.master_weights)
             updates, inner_state = self.inner.update(self._prepared(grads, state), state.inner_state, full, **extra)
             full = None if full is None else apply_updates(full, updates)
-            return moved(updates, full), inner_state, gradients.masters_in(full, state.master_weights)
+            return when_applied(updates, full), inner_state, gradients.masters_in(full, state.master_weights)
 
-        def skipped() -> tuple[Any, Any, Any]:
-            return unmoved(), state.inner_state, state.master_weights
+        def skip_branch() -> tuple[Any, Any, Any]:
+            return when_skipped(), state.inner_state, state.master_weights
 
         finite = self._finite(grads, state)
         with self._naming_trees(grads, state, params):
             if is_traced(finite):
-                result, *memory = jax.lax.cond(finite, taken, skipped)
+                result, *memory = jax.lax.cond(finite, update_branch, skip_branch)
             else:  # outside jit, lax.cond would compile again at each call
-                result, *memory = taken() if finite else skipped()
+                result, *memory = update_branch() if finite else skip_branch()
         scalars = advance(self.settings, state.scalars, finite, where=jnp.where)
         scalars = scalars._replace(scale=gradients.marked(scalars.scale, gradients.NEXT_SCALE))
         if not is_traced(scalars.scale):

@@ -19,6 +19,7 @@ from jax.extend.core import Literal
 from jax.extend.source_info_util import current_name_stack, summarize, user_context
 from jax.tree_util import default_registry
 
+from polyamp.errors import is_users
 from polyamp.operations import OPERATIONS
 
 DEFAULT = lax.Precision.DEFAULT
@@ -154,7 +155,7 @@ def users_line(equation: Any) -> str:
     # Unlike `source_line` it skips optax, flax and polyamp.
     traceback = equation.source_info.traceback
     for frame in traceback.frames if traceback else ():
-        if not any(part in frame.file_name for part in _LIBRARIES):
+        if is_users(frame.file_name):
             return f"{frame.file_name.replace(chr(92), '/').rpartition('/')[2]}:{frame.line_num}"
     return source_line(equation)
 
@@ -290,9 +291,4 @@ def users_cast(equation: Any) -> str:
     return ""
 
 
-_LIBRARIES = (
-    *(f"/{name}/" for name in ("jax", "jaxlib", "optax", "flax", "equinox", "haiku", "chex", "polyamp/backends")),
-    "/backends/jax/",
-    "/lib/python3.",
-)
 _NOT_USERS = ("/jax/_src/", "/jax/numpy/", "/polyamp/backends/", "/backends/jax/")

@@ -69,10 +69,12 @@ def value_and_grad(
             the loss is not finite, and the step is skipped.
     """
     check_function(fun, where="value_and_grad(fun, policy)")
-    return unreported(fun, None if policy is None else make_policy(policy), has_aux, argnums=argnums, name=name_of(fun))
+    return differentiate(
+        fun, None if policy is None else make_policy(policy), has_aux, argnums=argnums, name=name_of(fun)
+    )
 
 
-def unreported(
+def differentiate(
     fun: Callable[..., Any],
     bound: Policy | None,
     has_aux: bool = False,
@@ -85,7 +87,7 @@ def unreported(
 
     def transformed(opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
         check_tree((opt_state, args, kwargs), where="value_and_grad(fun, policy)(opt_state, *args)")
-        state, places = find_state(opt_state, args), _places(wanted, len(args))
+        state, places = find_state(opt_state, args), _positions_among(wanted, len(args))
         if name is None:
             chosen = bound or current_policy()
         else:
@@ -121,7 +123,7 @@ def unreported(
     return transformed
 
 
-def _places(wanted: tuple[int, ...], count: int) -> list[int]:
+def _positions_among(wanted: tuple[int, ...], count: int) -> list[int]:
     """Return the positions among so many arguments, counted from 0."""
     places = [place + count if place < 0 else place for place in wanted]
     is_repeated = len(set(places)) < len(places)

@@ -161,7 +161,7 @@ def set_border(layer: Any, border: Border) -> None:
 
 
 def border_of(layer: Any) -> Border:
-    """Return the formats that a layer has now."""
+    """Return the format that a layer computes in now, and the one it returns."""
     call = layer.__dict__.get("call")
     return call.border if isinstance(call, Crossing) else Border(layer.compute_dtype)
 

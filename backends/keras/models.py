@@ -143,7 +143,7 @@ def _by_path(variables: Sequence[Any]) -> dict[str, Any]:
 def _check(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     if not 1 <= len(args) <= 3 or kwargs:
         raise InvalidTypeError(
-            "a model takes a batch",
+            "the arguments are not one batch",
             where=f"the step {model.name!r}",
             found=f"{len(args)} arguments" + (f" and {', '.join(kwargs)}" if kwargs else ""),
             allowed="x and y, and perhaps a sample weight",

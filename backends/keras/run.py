@@ -23,11 +23,11 @@ def begin(session: Session) -> None:
 
     def check_policy(_: Any, name: str | None = None) -> None:
         if "float16" in str(name):
-            session.found(f"keras.DTypePolicy({name!r})")
+            session.note_own_precision(f"keras.DTypePolicy({name!r})")
 
     def check_optimizer(optimizer: Any, *_: Any, **__: Any) -> None:
         if not isinstance(optimizer, LossScaledOptimizer):
-            session.found("keras.optimizers.LossScaleOptimizer")
+            session.note_own_precision("keras.optimizers.LossScaleOptimizer")
 
     if session.policy is not None and BACKEND == "tensorflow":
         session.check_calls(keras.DTypePolicy, "__init__", check_policy)
@@ -49,7 +49,7 @@ def _wrap_in_compile(session: Session, policy: Policy) -> None:
     def compile(model: keras.Model, optimizer: Any = "rmsprop", *args: Any, **kwargs: Any) -> Any:
         optimizer = keras.optimizers.get(optimizer)
         if isinstance(optimizer, LossScaledOptimizer) and optimizer not in session.holders:
-            session.found("polyamp.wrap_optimizer")
+            session.note_own_precision("polyamp.wrap_optimizer")
         if optimizer is not None and optimizer not in session.holders and policy.loss_scale.check:
             optimizer = wrap_optimizer(optimizer, policy, loss_scale=policy.loss_scale, max_grad_norm=None)
             session.holders.append(optimizer)

@@ -26,7 +26,7 @@ _AVERAGED = ("Mean", "RealDiv", "Div", "DivNoNan")  # these follow a cross-entro
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.adapters.CollectFacts`."""
+    """Collect the facts that lint judges; see `polyamp.adapters.Adapter.facts`."""
     kept = list(getattr(target, "trainable_variables", ()))
     scaler = getattr(optimizer, "scaler", optimizer)
     known = Facts("tensorflow", policy, has_masters=isinstance(scaler, LossScaler) and scaler.has_masters)
@@ -49,7 +49,7 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
     )
 
 
-class _Seen(NamedTuple):
+class _ForwardNode(NamedTuple):
     """One node of the forward pass, with its surroundings."""
 
     decisions: Pass
@@ -62,14 +62,14 @@ class _Seen(NamedTuple):
         return [self.places.shape(self.decisions.graph, value) for value in self.decided.node.inputs]
 
 
-def _seen(decisions: Pass, places: Places) -> Iterator[_Seen]:
+def _seen(decisions: Pass, places: Places) -> Iterator[_ForwardNode]:
     """Yield the nodes of the forward pass, including those of the functions that it calls."""
     later = decisions.parts.backward | decisions.parts.update
     for decided in decisions.nodes:
         if decided.node.name not in later:
             for inside in decided.inside:
                 yield from _seen(inside.decisions, places.within(inside.name))
-            yield _Seen(decisions, places, decided, decisions.scopes.scope_of(decided.node))
+            yield _ForwardNode(decisions, places, decided, decisions.scopes.scope_of(decided.node))
 
 
 def _takes(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -99,7 +99,7 @@ def _low(variables: Sequence[Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name_of(one) for one in found))
 
 
-def _casts(seen: _Seen) -> Iterator[UserCast]:
+def _casts(seen: _ForwardNode) -> Iterator[UserCast]:
     node = seen.decided.node
     if node.op == "Cast":
         source, target = node.definition.attr["SrcT"].type, node.definition.attr["DstT"].type
@@ -107,7 +107,7 @@ def _casts(seen: _Seen) -> Iterator[UserCast]:
             yield UserCast(seen.places.of(seen.scope, node.name), "tf.cast", tf.as_dtype(target).name)
 
 
-def _products(seen: _Seen) -> Iterator[Product]:
+def _products(seen: _ForwardNode) -> Iterator[Product]:
     decided, shapes = seen.decided, seen.shapes()
     if decided.operation not in ("matmul", "conv") or len(shapes) < 2:
         return
@@ -118,7 +118,7 @@ def _products(seen: _Seen) -> Iterator[Product]:
         yield Product(seen.scope, decided.operation, written or decided.decision.format, _sizes(seen, a, b))
 
 
-def _sizes(seen: _Seen, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+def _sizes(seen: _ForwardNode, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     """Return the channels of a convolution; else the rows, columns and contracted dimension of a product."""
     if seen.decided.operation == "conv":
         return b[-2:]
@@ -133,14 +133,14 @@ def _sizes(seen: _Seen, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ..
     return tuple(math.prod(sizes.get(label, 1) for label in labels) for labels in groups)
 
 
-def _losses(seen: _Seen) -> Iterator[ClassLoss]:
+def _losses(seen: _ForwardNode) -> Iterator[ClassLoss]:
     shape = next(iter(seen.shapes()), None)
     if seen.decided.operation in ("cross_entropy", "log_softmax") and shape:
         rows = math.prod(shape[:-1]) if _is_averaged(seen.decisions.graph, seen.decided.node) else 1
         yield ClassLoss(seen.scope, shape[-1], rows)
 
 
-def _arithmetic(seen: _Seen) -> Iterator[Arithmetic]:
+def _arithmetic(seen: _ForwardNode) -> Iterator[Arithmetic]:
     node, graph = seen.decided.node, seen.decisions.graph
     if seen.decided.operation in ("add", "sub", "mul"):
         makers = [graph.maker[value] for value in node.inputs if value in graph.maker]

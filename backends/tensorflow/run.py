@@ -33,7 +33,7 @@ def begin(session: Session) -> None:
     """Put the graph rewrite in its old places; with a policy, run the script's products in 16 bits."""
 
     def enable_mixed_precision_graph_rewrite(opt: Any, loss_scale: Any = "dynamic") -> Any:
-        session.found("tf.train.experimental.enable_mixed_precision_graph_rewrite")
+        session.note_own_precision("tf.train.experimental.enable_mixed_precision_graph_rewrite")
         wrapped = graph_rewrite.enable_mixed_precision_graph_rewrite(opt, loss_scale)
         if tf.executing_eagerly():
             session.holders.append(wrapped)

@@ -309,7 +309,7 @@ def replace_input(operation: Any, place: int, tensor: Any) -> None:
 
 
 def is_in_control_flow(operation: Any) -> bool:
-    """Return whether an operation is in a loop or conditional of TensorFlow 1, which lie open in their graph."""
+    """Return whether an operation is in a loop or conditional of TensorFlow 1, which are nodes of the same graph."""
     return operation._get_control_flow_context() is not None
 
 

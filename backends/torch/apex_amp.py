@@ -49,7 +49,7 @@ from polyamp.errors import (
     warn_deprecated,
     wrapped_already,
 )
-from polyamp.run import current, found
+from polyamp.run import current, note_own_precision
 from polyamp.settings import LossScale
 
 __all__ = [
@@ -213,7 +213,7 @@ def initialize(
         InvalidValueError: an option has a wrong value, or contradicts the level.
         UsageError: a model has 16-bit parameters, or is wrapped for several devices; or an optimizer was passed before.
     """
-    found("apex.amp.initialize")
+    note_own_precision("apex.amp.initialize")
     warn_deprecated(
         f'apex.amp.initialize(model, opt, opt_level="{opt_level}")', _INSTEAD.get(opt_level, _INSTEAD["O1"])
     )
@@ -427,7 +427,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     warn_deprecated(
         "apex.amp.load_state_dict(saved)", "opt.load_state_dict(saved), or polyamp.load_loss_scale(opt, saved)"
     )
-    saved = list(state_dict.items()) if isinstance(state_dict, Mapping) else [(shown(state_dict), None)]
+    saved = list(state_dict.items()) if isinstance(state_dict, Mapping) else [("saved", state_dict)]
     for key, one in saved:
         if "loss_scaler" not in str(key) or not (isinstance(one, Mapping) and {"loss_scale", "unskipped"} <= set(one)):
             raise StateError(
@@ -435,6 +435,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
                 where="amp.load_state_dict(saved)",
                 found=f"{key}: {shown(one)}",
                 allowed="loss_scaler0, ..., each with loss_scale and unskipped",
+                fix="pass what amp.state_dict() returned",
             )
     loaded = []
     for shown_scaler, (_, one) in zip(_amp_state.loss_scalers, saved, strict=False):

@@ -48,7 +48,7 @@ def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled:
     # This needs one copy of parameters and state.
     is_first = isinstance(optimizer.inner, torch.optim.LBFGS) or not _has_gradients(optimizer)
     first = _evaluate(optimizer, closure) if is_first else None
-    scaling = optimizer.settle(scaled)
+    scaling = optimizer.scaling_of_gradients(scaled)
     if optimizer.prepare(scaling)[0]:
         optimizer.finish(False, scaling)
         return first
@@ -64,7 +64,7 @@ def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled:
             optimizer.masters.update_model()
         _clear_as_masters(optimizer)
         loss = _evaluate(optimizer, closure)
-        scaling = optimizer.settle(scaled)
+        scaling = optimizer.scaling_of_gradients(scaled)
         if optimizer.prepare(scaling)[0]:
             raise _Overflow
         return loss
@@ -87,7 +87,7 @@ def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled:
 def _has_gradients(optimizer: LossScaledOptimizer) -> bool:
     """Return whether a scaled loss has already produced gradients for this step."""
     witness = optimizer.witness
-    made = witness.scaling is not None and witness.left is None
+    made = witness.scaling is not None and witness.from_last_step is None
     return made and optimizer.first_with_gradient() is not None
 
 

@@ -25,7 +25,7 @@ from polyamp.backends.torch.unstable import constant_when_compiled
 from polyamp.errors import warn_deprecated, warn_once
 from polyamp.policies import policy
 from polyamp.regions import autocast as polyamp_autocast
-from polyamp.run import Session, current, found
+from polyamp.run import Session, current, note_own_precision
 
 __all__ = ["GradScaler", "OptState", "autocast", "custom_bwd", "custom_fwd", "install"]
 
@@ -87,7 +87,7 @@ class GradScaler(PolyampGradScaler):
         instead += ". Or keep the scaler: polyamp.backends.torch.GradScaler()"
         warn_deprecated("torch.cuda.amp.GradScaler()", instead)
         if enabled:
-            found("torch.cuda.amp.GradScaler")
+            note_own_precision("torch.cuda.amp.GradScaler")
             _report_devices("float16")
         super().__init__(_DEVICE, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if enabled and (session := current()) is not None:
@@ -119,7 +119,7 @@ def _report_region(enabled: bool, dtype: str) -> None:
     named = f"mixed_{form}" if enabled and form in ("float16", "bfloat16") else "float32"
     warn_deprecated("torch.cuda.amp.autocast()", f'polyamp.autocast("{named}")')
     if enabled:
-        found("torch.cuda.amp.autocast")
+        note_own_precision("torch.cuda.amp.autocast")
         _report_devices(form)
 
 

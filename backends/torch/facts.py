@@ -29,7 +29,7 @@ from polyamp.policies import Policy
 
 
 def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.adapters.CollectFacts`."""
+    """Collect the facts that lint judges; see `polyamp.adapters.Adapter.facts`."""
     # With arguments the target runs once, in float32, and its effects are undone.
     reach = Reach(optimizer, target, args, dict(kwargs))
     low = [param for param in dict.fromkeys(reach.parameters()) if param.dtype in SIXTEEN_BIT]
@@ -148,7 +148,7 @@ _SUM = 2  # torch's value of reduction="sum"
 
 
 def _size_of_loss(logits: Tensor, target: Tensor, weight: Any, reduction: int, *_: Any) -> tuple[int, int]:
-    """Return the number of classes, and of rows that the loss is divided by; without reduction, its row count."""
+    """Return the number of classes, and the divisor of the loss: 1 for a sum, else the number of targets."""
     return logits.shape[-1 if logits.dim() == 1 else 1], 1 if reduction == _SUM else target.numel()
 
 

@@ -37,7 +37,7 @@ from polyamp.backends.torch.kernels.control import applied_flag, check_first_use
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
 from polyamp.backends.torch.operands import NO_MASTERS, Batch, Calls, is_dense
 from polyamp.backends.torch.overflow import explanation
-from polyamp.backends.torch.ranks import Overflowed, add_shards_, any_rank, has_peers
+from polyamp.backends.torch.ranks import OverflowedRanks, add_shards_, any_rank, has_peers
 from polyamp.backends.torch.unstable import has_step_pre_hooks, is_flattened, run_with_step_hooks
 from polyamp.errors import InvalidValueError, PolyampError
 from polyamp.settings import LossScale
@@ -114,7 +114,7 @@ class FusedStep:
         scale: Tensor,
         *,
         checks: bool,
-    ) -> Overflowed | None:
+    ) -> OverflowedRanks | None:
         """Write ``stats``: the norm of the gradients, and whether one is not finite, over all ranks."""
         scratch, clips = self._scratch_on(scale.device), optimizer.max_grad_norm is not None
         if checks or clips:

@@ -20,7 +20,7 @@ from polyamp.backends.torch.guards import LISTENERS, update_begins
 from polyamp.backends.torch.modules import names_of
 from polyamp.backends.torch.optimizer import LossScaledOptimizer, update_or_skip
 from polyamp.backends.torch.overflow import explanation
-from polyamp.backends.torch.ranks import Overflowed, any_rank
+from polyamp.backends.torch.ranks import OverflowedRanks, any_rank
 from polyamp.backends.torch.refusals import scaled_twice
 from polyamp.backends.torch.saving import FIX, bad_state
 from polyamp.backends.torch.scale import LossScaler
@@ -41,11 +41,11 @@ def _setting(name: str) -> Any:
 
 
 @dataclass
-class _Seen:
+class _Tested:
     """The gradients of a plain optimizer since the last `update`."""
 
     bad: Tensor  # 1.0 if a rank had gradients that were not finite when they were unscaled, else 0.0
-    overflowed: Overflowed | None  # the ranks that had them
+    overflowed: OverflowedRanks | None  # the ranks that had them
     finite: bool | Tensor | None = None  # whether it stepped; None before
 
 
@@ -112,7 +112,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _start(self) -> None:
         self._explain: Callable[[], str] = str
-        self._seen: dict[int, _Seen] = {}  # since the last `update`, by the optimizer's id
+        self._seen: dict[int, _Tested] = {}  # since the last `update`, by the optimizer's id
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         if self._own.settings.check and not self._wrapped:
             _ALIVE.add(self)
@@ -169,7 +169,7 @@ class GradScaler(torch.amp.GradScaler):
             self._own_optimizer(optimizer, "scaler.unscale_(optimizer)").unscale_()
         elif id(optimizer) in self._seen:
             raise UsageError(
-                "unscale_() was called for this optimizer already since the last update(), or its step() was",
+                "the gradients of this optimizer were unscaled already, or stepped on, since the last update()",
                 where="GradScaler.unscale_(optimizer)",
                 found=shown(optimizer),
                 fix="call it once, after the last backward() and before step(); call update() after the steps",
@@ -208,7 +208,7 @@ class GradScaler(torch.amp.GradScaler):
             raise UsageError(
                 "step() was called for this optimizer already since the last update()",
                 where="GradScaler.step(optimizer)",
-                fix="call scaler.update() after the steps of a window",
+                fix="call scaler.update() once, after all optimizers have stepped",
             )
         gradients, has_stepped = Gradients(optimizer.param_groups), self._stepped.get(optimizer, False)
         result, seen.finite = update_or_skip(optimizer, seen.bad, gradients, None, has_stepped=has_stepped)
@@ -311,7 +311,7 @@ class GradScaler(torch.amp.GradScaler):
         """Yield the objects that hold data about losses and steps, for `recording.reach.keep`."""
         yield from (self, self._scaler)
 
-    def _look(self, optimizer: torch.optim.Optimizer) -> _Seen:
+    def _look(self, optimizer: torch.optim.Optimizer) -> _Tested:
         """Unscale and test the gradients of a plain optimizer."""
         if isinstance(optimizer, LossScaledOptimizer):
             raise scaled_twice(optimizer.inner)
@@ -334,7 +334,7 @@ class GradScaler(torch.amp.GradScaler):
                 "master weights: polyamp.wrap_optimizer(optimizer, policy)",
             )
         bad, overflowed = any_rank(gradients.unscale(scaler.inverse(scaler.state.scale)))
-        seen = self._seen[id(optimizer)] = _Seen(bad, overflowed)
+        seen = self._seen[id(optimizer)] = _Tested(bad, overflowed)
         return seen
 
     def _own_optimizer(self, optimizer: torch.optim.Optimizer, where: str) -> LossScaledOptimizer:

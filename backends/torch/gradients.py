@@ -1,6 +1,6 @@
 """Unscales, tests and clips an optimizer's gradients with few calls, for all devices, dtypes and layouts.
 
-`Findings` keeps what the tests found until the step: which losses' gradients were not finite, here and on other ranks.
+`WindowFlags` keeps what the tests found until the step: whose gradients were not finite, here and on other ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.ranks import Overflowed, any_rank, shard_group
+from polyamp.backends.torch.ranks import OverflowedRanks, any_rank, shard_group
 from polyamp.backends.torch.unstable import have_flattened
 
 if TYPE_CHECKING:
@@ -130,13 +130,13 @@ class Gradients:
         return total.sqrt()
 
 
-class Findings:
+class WindowFlags:
     """What was not finite in the gradients of a window, by the losses that made them. A flag is 1.0 or 0.0."""
 
     def __init__(self) -> None:
         self.flags: dict[LossScaler, Tensor] = {}  # of each loss, from when its gradients were tested
         self.partners: Tensor | None = None  # the flag of optimizers that skip together with this one
-        self.overflowed: Overflowed | None = None  # the ranks whose gradients were not finite
+        self.overflowed: OverflowedRanks | None = None  # the ranks whose gradients were not finite
 
     def note(self, bad: Tensor, scalers: Iterable[LossScaler]) -> None:
         """Note for losses whether gradients became non-finite by theirs."""

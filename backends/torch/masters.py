@@ -84,7 +84,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def look_again(self, inverse: Tensor) -> None:
-        """Take the gradients again, unscaled, that somebody cleared or changed since `take_gradients` remembered."""
+        """Copy model gradients that changed since `take_gradients` to their masters, unscaled; clear cleared ones."""
         for param, master, taken in zip(self.model, self.masters, self._taken, strict=False):
             if param.grad is None:
                 master.grad = None

@@ -32,7 +32,7 @@ from polyamp.backends.torch import checkpoints, overflow, refusals, saving
 from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.closures import step_with_closure
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.gradients import Findings, Gradients
+from polyamp.backends.torch.gradients import Gradients, WindowFlags
 from polyamp.backends.torch.guards import (
     LISTENERS,
     STEPS,
@@ -140,10 +140,10 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.has_stepped = False  # whether the inner optimizer has, since its state was replaced
         # What copies and pickles keep. Not kept: what is known of the gradients, a `step` that a scheduler patched on
         # the instance, and process groups, which cannot be copied.
-        self._kept = (*vars(self), "_kept")
-        self._start(process_group, norm_group, named)
+        self._saved_attributes = (*vars(self), "_saved_attributes")
+        self._reset_unsaved(process_group, norm_group, named)
 
-    def _start(
+    def _reset_unsaved(
         self, process_group: Any = None, norm_group: Any = None, named: Mapping[str, Tensor] | None = None
     ) -> None:
         ALIVE.add(self)
@@ -152,18 +152,18 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.named = {} if named is None else named
         self.steps, self.regions_before, self.lacks_policy = 0, HERE.thread.count, False  # see `report_policy`
         self.lowers: bool | None = None
-        self.findings = Findings()  # of the gradients so far
-        self._simple = (0, False)  # the number of parameters at the last `Gradients.are_simple`, and its result
+        self.findings = WindowFlags()  # of the gradients so far
+        self._simple_for = (0, False)  # the number of parameters at the last `Gradients.are_simple`, and its result
         self._fused: FusedStep | None = None
         self.witness = Witness(self)
         guard(self, ALIVE)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in self._kept}
+        return {name: self.__dict__[name] for name in self._saved_attributes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._start()
+        self._reset_unsaved()
 
     def __repr__(self) -> str:
         return f"LossScaledOptimizer({self.inner!r}, {self.scaler.settings!r})"
@@ -346,7 +346,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         return result
 
     def _unscale_now(self, scaled: bool | None) -> Gradients:
-        scaling = self.settle(scaled)
+        scaling = self.scaling_of_gradients(scaled)
         gradients, checks = self._take(remember=True), scaling.scaler.settings.check or self.checks
         if not self.witness.is_unscaled:
             self._note(self._unscale(gradients, scaling, checks=checks), scaling)
@@ -359,7 +359,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         for scaler in self.scaler.all():
             if scaler.late.copy is not None:
                 scaler.report_earlier_step(overflow.explanation(self), process_group=self.process_group)
-        scaling, operators = self.settle(scaled), self._operators()  # 1.
+        scaling, operators = self.scaling_of_gradients(scaled), self._operators()  # 1.
         self.is_stepping = True
         try:
             if operators is not None and operators.step(self, scaling):  # 2. to 6.
@@ -373,7 +373,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         finally:
             self.is_stepping = False
 
-    def settle(self, scaled: Any) -> Scaling:
+    def scaling_of_gradients(self, scaled: Any) -> Scaling:
         """Return what the gradients are multiplied by, or refuse what would be wrong, before anything is changed."""
         witness = self.witness
         if not (scaled is None or isinstance(scaled, bool)):
@@ -392,7 +392,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             return witness.scaling or Scaling(self.scaler, self.scaler.state.scale)  # peers wait for this rank
         if first.dtype in SIXTEEN_BIT and self.masters is None and self.masters_wanted is not False:
             raise refusals.converted_later(first.dtype)
-        scaling = witness.settle(self.scaler, declared=scaled)
+        scaling = witness.scaling_of_gradients(self.scaler, declared=scaled)
         if len(ALIVE) > 1:
             check_not_shared(self, scaling, ALIVE)
         return scaling
@@ -463,7 +463,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         if finite is not False:
             torch.clear_autocast_cache()  # else an autocast region would go on using the old weights
         self.last_step = StepResult(scaler.state, finite, explain)
-        self.findings = Findings()
+        self.findings = WindowFlags()
         self.witness.close(left or Scaling(scaler, 1.0))
 
     def _operators(self) -> FusedStep | None:
@@ -498,8 +498,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             masters.follow(on_device=on_device)
             if not witness.is_unscaled:
                 masters.take_gradients(remember=remember)
-            elif witness.taken_from is not None:
-                masters.look_again(self.scaler.inverse(witness.taken_from.factor))
+            elif witness.model_scaling is not None:
+                masters.look_again(self.scaler.inverse(witness.model_scaling.factor))
         if self.norm_group is None:
             return Gradients(self.inner.param_groups)
         return Gradients(self.inner.param_groups, lambda _: self.norm_group)
@@ -508,10 +508,11 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """Divide by the factor unless that was done; return this rank's flag of what was not finite before."""
         if self.witness.is_unscaled or not checks:
             return torch.zeros((), device="cpu")
-        if self._simple[0] != len(gradients.parameters):
-            self._simple = len(gradients.parameters), gradients.are_simple()
-        inverse, over_mesh = scaling.scaler.inverse(scaling.factor), self.process_group is not None
-        return gradients.unscale(inverse, simple=self._simple[1], over_mesh=over_mesh)  # a group may not span the mesh
+        if self._simple_for[0] != len(gradients.parameters):
+            self._simple_for = len(gradients.parameters), gradients.are_simple()
+        inverse = scaling.scaler.inverse(scaling.factor)
+        over_mesh = self.process_group is not None  # a group may not span the mesh
+        return gradients.unscale(inverse, simple=self._simple_for[1], over_mesh=over_mesh)
 
     def _note(self, bad: Tensor, scaling: Scaling) -> None:
         """Note the flag of gradients for the losses that made them, and that they are unscaled now."""
@@ -564,7 +565,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def forget_gradients(self) -> None:
         """Note that the gradients are cleared or about to be made anew."""
-        self.findings = Findings()
+        self.findings = WindowFlags()
         self.witness.open()
 
     def overflowed(self) -> list[Overflow]:

@@ -101,11 +101,11 @@ class Pass:
         self.handles: list[Any] = []  # of the hooks that bring what arrives to another scale
 
     def __call__(self) -> None:
-        """Remove the hooks, and settle after other callbacks, such as DDP's and FSDP's: they are part of the pass."""
+        """Remove the hooks, and end after other callbacks, such as DDP's and FSDP's: they are part of the pass."""
         self.__del__()
-        until_backward_ends(self.settle)
+        until_backward_ends(self.end)
 
-    def settle(self) -> None:
+    def end(self) -> None:
         """Let all witnesses look at what the pass has left."""
         for witness in list(_WITNESSES):
             witness.end_of(self)
@@ -174,7 +174,7 @@ def _pass_begins(scaling: Scaling, grad: Tensor) -> None:
     until_backward_ends(begun)
     reached = leaves.keys() & map(id, inputs) if inputs else leaves.keys()
     for witness in list(_WITNESSES):
-        witness.meet(begun, reached, accumulates=accumulates)
+        witness.prepare_for(begun, reached, accumulates=accumulates)
 
 
 def parts_of(roots: Sequence[Any]) -> tuple[list[Scaling], dict[int, Tensor]]:
@@ -246,17 +246,17 @@ class Witness:
     def open(self) -> None:
         """Forget everything: there are no gradients."""
         self.scaling: Scaling | None = None  # of the gradients; None if there are none, or nothing is known
-        self.taken_from: Scaling | None = None  # of the model's own gradients, if masters have the unscaled ones
+        self.model_scaling: Scaling | None = None  # of the model's own gradients, if masters have the unscaled ones
         self.contributors: list[LossScaler] = []  # whose losses added to the gradients since they were tested
-        self.left: Gradient | None = None  # the first gradient that the last step left
+        self.from_last_step: Gradient | None = None  # the first gradient that the last step left
         self.shared: list[tuple[Gradient, Scaling | None]] = []  # gradients of others that it changed; None: it clips
         self.is_unscaled = False  # by `unscale_`, before the step
         self.has_more = False  # whether a pass added to unscaled gradients
         # Why no factor is right: a pass of an "unscaled" loss, of losses of "mixed" scales, or onto what a step "left".
         self._faults: set[str] = set()
         self._partly_scaled: list[Gradient] = []  # that a pass added to partly without a scale
-        self._polluting = -1  # autograd's number of the pass that began while they were those of the last step
-        self._noted: Gradient | None = None
+        self._pass_onto_old = -1  # autograd's number of the pass that began while they were those of the last step
+        self._latest_gradient: Gradient | None = None
         self._task = -1
         self._opened_at = PASSES.count
         if self._is_wide:
@@ -264,15 +264,15 @@ class Witness:
 
     def close(self, scaling: Scaling) -> None:
         """Note that a step used the gradients, and left them multiplied by the factor of a scaling."""
-        taken_from = self.taken_from
-        if self._is_wide and not self._stays_wide and self._noted is not None:
+        model_scaling = self.model_scaling
+        if self._is_wide and not self._stays_wide and self._latest_gradient is not None:
             self._narrow()
         self.open()
         owner = self._owner()
         param = None if owner is None else owner.first_with_gradient()
         if param is not None:
             # masters leave the model's gradients multiplied as they were
-            self.scaling, self.left = taken_from or scaling, Gradient.of(param)
+            self.scaling, self.from_last_step = model_scaling or scaling, Gradient.of(param)
             if len(_WITNESSES) > 1:
                 self._share()
 
@@ -282,7 +282,7 @@ class Witness:
         if owner is None:
             return
         # masters, and polyamp's operators, do not clip the model's own gradients
-        scaling = None if owner.max_grad_norm is not None else self.taken_from or self.scaling
+        scaling = None if owner.max_grad_norm is not None else self.model_scaling or self.scaling
         self.shared += [(Gradient.of(param), scaling) for param in self._shared() if param.grad is not None]
 
     def _shared(self) -> list[Tensor]:
@@ -293,7 +293,7 @@ class Witness:
     @property
     def is_consumed(self) -> bool:
         """Whether the gradients are those that the last step left."""
-        return self.left is not None and self.left.is_untouched()
+        return self.from_last_step is not None and self.from_last_step.is_untouched()
 
     @property
     def are_scaled(self) -> bool:
@@ -317,13 +317,13 @@ class Witness:
     def note_unscaled(self, scaler: LossScaler, *, masters: bool) -> None:
         """Note that the gradients, or those of masters that were taken from them, were divided by their factor."""
         if masters and not self.is_unscaled:
-            self.taken_from = self.scaling
+            self.model_scaling = self.scaling
         self.scaling, self.contributors = Scaling(scaler, 1.0), []
-        self.is_unscaled, self.has_more, self.left = True, False, None
+        self.is_unscaled, self.has_more, self.from_last_step = True, False, None
         if len(_WITNESSES) > 1:
             self._share()
 
-    def settle(self, own: LossScaler, *, declared: bool | None = None) -> Scaling:
+    def scaling_of_gradients(self, own: LossScaler, *, declared: bool | None = None) -> Scaling:
         """Return what the gradients are multiplied by.
 
         Raises:
@@ -332,11 +332,12 @@ class Witness:
         if declared is not None:
             self.scaling = Scaling(own, own.state.scale if declared else 1.0)
             return self.scaling
-        if own.settings.check and ("left" in self._faults or (self.left is not None and self.left.is_there())):
+        is_left = self.from_last_step is not None and self.from_last_step.is_there()
+        if own.settings.check and ("left" in self._faults or is_left):
             raise not_cleared()
         if "mixed" in self._faults or (self._partly_scaled and any(one.is_there() for one in self._partly_scaled)):
             raise mixed()
-        if self.left is not None and not self.left.is_there():
+        if self.from_last_step is not None and not is_left:
             self.scaling = None
         has_unscaled = "unscaled" in self._faults
         if has_unscaled and (own.multiplies or not (self.scaling is None or self.scaling.factor == 1.0)):
@@ -359,7 +360,7 @@ class Witness:
         self.contributors = [found[0].scaler]
         return found[0]
 
-    def meet(self, begun: Pass, unscaled: Set[int], *, accumulates: bool) -> None:
+    def prepare_for(self, begun: Pass, unscaled: Set[int], *, accumulates: bool) -> None:
         """Prepare for a pass that may add to the gradients, and reaches leaves with these ids without a scale."""
         owner, own, other = self._owner(), self.scaling, begun.scaling
         self._forget_cleared()
@@ -372,12 +373,12 @@ class Witness:
             if PASSES.count > self._opened_at + 1:
                 self._look_for_unobserved(begun, other, accumulates=accumulates)
             return
-        is_new = self.left is not None or not own.is_like(other)
-        is_cleared = self.left is not None and not (self.left.is_untouched() or self._is_filled())
+        is_new = self.from_last_step is not None or not own.is_like(other)
+        is_cleared = self.from_last_step is not None and not (self.from_last_step.is_untouched() or self._is_filled())
         if is_new and (is_cleared or owner.first_with_gradient() is None):
             self.open()
-        elif accumulates and owner.checks and self.left is not None:
-            self._polluting = begun.task
+        elif accumulates and owner.checks and self.from_last_step is not None:
+            self._pass_onto_old = begun.task
         elif accumulates:
             self._bring(begun, other)
 
@@ -410,9 +411,9 @@ class Witness:
         owner = self._owner()
         if owner is None:
             return
-        if self.taken_from is not None:
-            owner.give_back(self.taken_from)
-            self.scaling, self.taken_from, self.is_unscaled = self.taken_from, None, False
+        if self.model_scaling is not None:
+            owner.give_back(self.model_scaling)
+            self.scaling, self.model_scaling, self.is_unscaled = self.model_scaling, None, False
         if other.scaler not in self.contributors:
             owner.test_before(other.scaler)
         own = self.scaling
@@ -438,17 +439,17 @@ class Witness:
         """Note that there are gradients, other than zeros, that no factor is right for, until they are cleared."""
         param = self._first_with_gradient()
         if param is not None and self._is_filled():
-            self._noted = Gradient.of(param)
+            self._latest_gradient = Gradient.of(param)
             self._faults.add("mixed" if mixed else "unscaled")
 
     def _keep_after_write(self) -> None:
         """Go on refusing gradients that somebody changed since they were noted, if some are left that are not zeros."""
-        if self._noted is not None and self._noted.is_untouched():
+        if self._latest_gradient is not None and self._latest_gradient.is_untouched():
             return
         left = self._first_with_gradient()
         if left is not None and self._is_filled():
-            self._noted = Gradient.of(left)
-        elif self._noted is not None:
+            self._latest_gradient = Gradient.of(left)
+        elif self._latest_gradient is not None:
             self._faults = set()
 
     @not_traced
@@ -458,45 +459,46 @@ class Witness:
         if param.grad is None or (task == self._task and task != -1):
             return
         self._task = task
-        if self._noted is None or not self._noted.has_grown(by=param):
+        if self._latest_gradient is None or not self._latest_gradient.has_grown(by=param):
             # Somebody cleared the gradients, or wrote to them.
             self._faults = set()
         if task == -1:  # a pipeline schedule lets FSDP reduce gradients after all its passes
-            self._noted = None
+            self._latest_gradient = None
             return
-        self._noted, self.has_more = Gradient.of(param), True
+        self._latest_gradient, self.has_more = Gradient.of(param), True
         begun = PASSES.arriving()
         scaling = begun.scaling if begun is not None else PASSES.unmarked_since(self._opened_at)
         if begun is None and scaling is None:
             self._note_unscaled_loss(param)
-        elif begun is not None and begun.task == self._polluting:
+        elif begun is not None and begun.task == self._pass_onto_old:
             self._faults.add("left")
         elif scaling is None:
             self._faults.add("mixed")
         else:
             self._note_scaled_loss(scaling, is_marked=begun is not None)
-        self.left, self._polluting = None, -1
+        self.from_last_step, self._pass_onto_old = None, -1
         if begun is None or begun.task != task:
-            until_backward_ends(partial(until_backward_ends, self._settle))  # after other callbacks, as in `Pass`
+            # after other callbacks, as in `Pass`
+            until_backward_ends(partial(until_backward_ends, self._accept_writes))
 
     def end_of(self, ended: Pass) -> None:
         """Look at the gradients after a pass."""
         if self._task == ended.task:
-            self._settle()
+            self._accept_writes()
             return
         scaling = None if self._is_wide or self.scaling is not None else ended.scaling
         if scaling is not None and self._first_with_gradient() is not None:  # it reached none that have a hook
             self._is_wide = True  # from the next window on
             self.scaling, self.contributors = scaling, [scaling.scaler]
 
-    def _settle(self) -> None:
+    def _accept_writes(self) -> None:
         """Count writes to the gradient before a backward pass ended as part of that pass."""
-        param = None if self._noted is None else self._noted.param()
+        param = None if self._latest_gradient is None else self._latest_gradient.param()
         if param is not None and param.grad is not None:
-            self._noted = Gradient.of(param)
+            self._latest_gradient = Gradient.of(param)
 
     def _note_scaled_loss(self, scaling: Scaling, *, is_marked: bool) -> None:
-        if self.scaling is None or not (is_marked or self.left is None):
+        if self.scaling is None or not (is_marked or self.from_last_step is None):
             self.scaling = scaling
         elif not (is_marked or self.scaling.is_like(scaling)):
             self._faults.add("mixed")
@@ -504,16 +506,16 @@ class Witness:
             self.contributors.append(scaling.scaler)
 
     def _note_unscaled_loss(self, param: Tensor) -> None:
-        if self.left is not None:
+        if self.from_last_step is not None:
             self.scaling = None
-            if self.left.has_grown(by=param):
+            if self.from_last_step.has_grown(by=param):
                 self._faults.add("left")
         own = [one.scaling for one in self._own_passes() if not one.has_arrived]
         if own and not (self.contributors or "unscaled" in self._faults or self.is_unscaled) and self._is_wide:
             # The optimizer's own loss reached no parameters: gradients are cached at a model's representations.
             self.scaling, self.contributors, self._stays_wide = own[-1], [own[-1].scaler], True
             return
-        model = self.taken_from if self.taken_from is not None else self.scaling
+        model = self.model_scaling if self.model_scaling is not None else self.scaling
         if not (self.is_unscaled and model is not None and model.factor == 1.0):
             self._faults.add("unscaled")
 

@@ -21,7 +21,7 @@ SHOWN = 8  # ranks in a message
 BITS = 63  # ranks in one int64, so that the sum of all bits is not negative
 
 
-class Overflowed:
+class OverflowedRanks:
     """The ranks whose gradients or losses were not finite. Reading them waits for the device."""
 
     def __init__(self, bits: Tensor, members: Sequence[int] | None, here: int) -> None:
@@ -48,7 +48,7 @@ class Overflowed:
         return rows
 
 
-def any_rank(flag: Tensor, process_group: Any = None) -> tuple[Tensor, Overflowed | None]:
+def any_rank(flag: Tensor, process_group: Any = None) -> tuple[Tensor, OverflowedRanks | None]:
     """Combine an overflow flag over ranks with OR. Every rank of the group has to call it, with or without a gradient.
 
     Each rank sets one bit of its own, so the sum over ranks is the set of those that overflowed: with 2 ranks, of which
@@ -79,7 +79,7 @@ def any_rank(flag: Tensor, process_group: Any = None) -> tuple[Tensor, Overflowe
     bits = torch.zeros((*flag.shape, -(-size // BITS)), dtype=torch.int64, device=device)
     bits[..., here // BITS] = flag.detach().ne(0).to(device, torch.int64) * (1 << here % BITS)
     distributed.all_reduce(bits, group=process_group)
-    return bits.ne(0).any(-1).to(flag.device, torch.float32), Overflowed(bits, members, here)
+    return bits.ne(0).any(-1).to(flag.device, torch.float32), OverflowedRanks(bits, members, here)
 
 
 def has_peers(process_group: Any = None) -> bool:

@@ -89,7 +89,7 @@ def begin(session: Session) -> None:
 
 def _find(session: Session, interface: str, *_: Any, enabled: bool = True, **__: Any) -> None:
     if enabled:
-        session.found(interface)
+        session.note_own_precision(interface)
 
 
 def _is_low(value: object) -> bool:
@@ -114,14 +114,14 @@ def _run_models_under(session: Session, policy: Policy) -> None:
     def in_a_region(module: nn.Module, args: Any, kwargs: Any) -> Any:
         session.check()
         if any(map(_is_low, leaves((args, kwargs)))):
-            session.found("inputs of a model in 16 bits")
+            session.note_own_precision("inputs of a model in 16 bits")
         with ExitStack() as stack:
             here.is_inside = True
             stack.callback(setattr, here, "is_inside", False)
             if id(module) not in recorded and len(recorded) < _MOST_MODULES:
                 recorded.add(id(module))
                 if any(map(_is_low, module.parameters())):
-                    session.found("parameters in 16 bits")
+                    session.note_own_precision("parameters in 16 bits")
                 if "torch._dynamo" in sys.modules:  # compiled modules run eagerly once, so that operations are seen
                     stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(_Recorder(session.operations))

@@ -53,7 +53,7 @@ class LossScaler:
         self.loss_was_finite: bool | Tensor | None = None  # of all losses since the last step; None without any
         self._before = self.state  # the state before the votes
         self._votes: dict[int, bool | Tensor] = {}  # by optimizer: whether its gradients of this loss were finite
-        self._is_decided = True  # whether another loss was scaled since
+        self._has_new_loss = True  # whether another loss was scaled since
         self._factors = (0.0, torch.empty(0), torch.empty(0))  # a host scale; the scale and its inverse as tensors
         self.late = LateValues()  # what the device has to report
         self._control: Tensor | None = None  # a copy of the state that polyamp's operators change
@@ -113,8 +113,8 @@ class LossScaler:
         if not self.settings.check:
             provenance.follow(losses, provenance.Scaling(self, self.state.scale, owner))
             return loss
-        if not self._is_decided:  # the first loss since a step
-            self._is_decided, self.loss_was_finite = True, None
+        if not self._has_new_loss:  # the first loss since a step
+            self._has_new_loss, self.loss_was_finite = True, None
         if self._control is not None and is_captured():
             self.state = unpack(self._control.clone())  # the value that the graph reads at every replay
         finite: dict[int, bool | Tensor] = {}
@@ -178,15 +178,15 @@ class LossScaler:
     @property
     def has_losses(self) -> bool:
         """Whether a loss was scaled since the last step."""
-        return self.loss_was_finite is not None and self._is_decided
+        return self.loss_was_finite is not None and self._has_new_loss
 
     def opens_round(self, voter: object) -> bool:
         """Return whether the next vote is the first for its loss, so that an operator may advance the state."""
-        return self._is_decided or not self._votes or id(voter) in self._votes
+        return self._has_new_loss or not self._votes or id(voter) in self._votes
 
     def _vote(self, finite: bool | Tensor, voter: object) -> bool | Tensor:
         if self.opens_round(voter):
-            self._before, self._votes, self._is_decided = self.state, {}, False
+            self._before, self._votes, self._has_new_loss = self.state, {}, False
         for other in self._votes.values():
             one = finite.to(other.device) if isinstance(finite, Tensor) and isinstance(other, Tensor) else finite
             finite = one & other
@@ -227,7 +227,7 @@ class LossScaler:
     def resume(self, state: LossScaleState) -> None:
         """Resume from a state."""
         self._become(state)
-        self._is_decided = True
+        self._has_new_loss = True
 
     def _become(self, state: LossScaleState) -> None:
         if self._control is not None and state is not self.state:

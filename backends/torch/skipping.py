@@ -41,9 +41,10 @@ class AppliedSteps:
     def __init__(self, scheduler: Any) -> None:
         if not isinstance(scheduler, LRScheduler):
             raise InvalidTypeError(
-                "wrong type, expected LRScheduler",
+                "this is not a schedule of the learning rate",
                 where="AppliedSteps(scheduler)",
                 found=shown(scheduler),
+                allowed="an instance of torch.optim.lr_scheduler.LRScheduler",
                 fix="give the scheduler, made for the wrapped optimizer or the one inside",
             )
         self.scheduler: LRScheduler = scheduler

@@ -388,6 +388,12 @@ CHECKS = {
         "classes",
         "wrap the optimizer with a dynamic loss scale, or with LossScale.fixed(2.0**{needed}) or more",
     ),
+    "beyond-format": Check(
+        "error",
+        _listed("beyond"),
+        "parameters have numbers beyond {compute}, in which they become inf",
+        "store them in other units, or give what reads them a rule of class full",
+    ),
     "no-masters": Check(  # source: Micikevicius et al., section 3.1
         "warning",
         _no_masters,
@@ -402,12 +408,6 @@ CHECKS = {
         "many small steps are added to one value; in {compute} each is lost beside it",
         "write the loop as one of the framework, which carries the value in float32, or give the additions "
         "a rule of class full",
-    ),
-    "beyond-format": Check(
-        "error",
-        _listed("beyond"),
-        "parameters have numbers beyond {compute}, in which they become inf",
-        "store them in other units, or give what reads them a rule of class full",
     ),
     "foreign-cast": Check(
         "warning",

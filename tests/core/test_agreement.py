@@ -1,7 +1,5 @@
 """An optimizer and a forward pass under different policies: which pairs are reported, and when."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line works with no framework installed, and says what is missing."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

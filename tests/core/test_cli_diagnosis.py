@@ -1,7 +1,5 @@
 """The commands that look at a user's own function: what they load, what they print, and how they end."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which devices are fast in which formats, and what is said of those that are not."""
 
-from __future__ import annotations
-
 import pytest
 
 from polyamp import PolyampWarning

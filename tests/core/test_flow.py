@@ -1,7 +1,5 @@
 """The flow rule: every class under every mix of inputs, against the rule's own sentences; properties; reasons."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable

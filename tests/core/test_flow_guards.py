@@ -1,7 +1,5 @@
 """What comes before the flow rule's classes: constants that a format cannot hold, narrow ranges, the user's rules."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Formats: their limits are those of IEEE 754, and their names are those that people write."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

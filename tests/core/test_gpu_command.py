@@ -1,7 +1,5 @@
 """The command that runs everything on a GPU: its plan, its limits, and that what was kept stays kept."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

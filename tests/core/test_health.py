@@ -1,7 +1,5 @@
 """What the counters of the loss scale mean: kinds of skips, states of health, and who is told of them when."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

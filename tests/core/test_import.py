@@ -1,7 +1,5 @@
 """Importing polyamp loads no framework and few modules; a missing framework is an error that names its extra."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Loss scales saved by other libraries, by other policies or by hand, and written in the form of another library."""
 
-from __future__ import annotations
-
 import warnings
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The checks of lint: what each finds, what it leaves alone, and the report."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -86,8 +84,10 @@ def cases() -> list[Any]:
     return [pytest.param(code, known, id=code) for code, examples in FOUND.items() for known in examples]
 
 
-def test_every_check_has_a_case() -> None:
+def test_every_check_has_a_case_and_the_worst_come_first() -> None:
     assert FOUND.keys() == CHECKS.keys()
+    severities = [check.severity for check in CHECKS.values()]
+    assert severities == sorted(severities, key=["error", "warning", "note"].index)
 
 
 @pytest.mark.parametrize(("code", "known"), cases())

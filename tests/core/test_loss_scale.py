@@ -1,9 +1,9 @@
 """The loss-scale rule: its settings, its properties on any trace, its state, and what it reports."""
 
-from __future__ import annotations
-
 import json
 import math
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,12 @@ def test_settings_of_a_wrong_value_or_type_are_refused(settings: dict[str, Any],
     with pytest.raises(polyamp.PolyampError, match=next(iter(settings))) as caught:
         LossScale(**settings)
     assert isinstance(caught.value, kind)
+
+
+def test_the_page_lists_every_setting() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/loss_scale.md").read_text()
+    names = re.findall(r"`(\w+)`", "".join(row.split("|")[1] for row in page.splitlines() if row.startswith("| `")))
+    assert set(names) >= {field.name for field in fields(LossScale)}
 
 
 @given(any_numbers())

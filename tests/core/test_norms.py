@@ -1,7 +1,5 @@
 """Norms that programs write out: low and held in float32 from the mean to the end of the affine part, then rounded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import pytest

@@ -1,7 +1,5 @@
 """The canonical table: complete, consistent with what its sources say, and shown as it is."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What is built is what is in the tree, and the project's files agree with each other."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

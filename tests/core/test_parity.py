@@ -1,7 +1,5 @@
 """Parity: statistics, looks, verdicts and their error rates, forms of training, kept runs, controls."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Reports of parity: the verdict of all policies together, texts, JSON, and the command with its exit codes."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

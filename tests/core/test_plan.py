@@ -1,7 +1,5 @@
 """Plans: totals, tables and JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Policies: every dialect, what is refused, value semantics, and scoping by thread and async task."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle
@@ -16,7 +14,7 @@ from hypothesis import strategies as st
 
 import polyamp
 from polyamp import LossScale, Policy, policy
-from polyamp.spellings import WORDS  # noqa: TID251
+from polyamp.policy_words import WORDS  # noqa: TID251
 
 F32, F16, BF16 = "float32", "float16", "bfloat16"
 DYNAMIC, CHECKED, NONE = LossScale(), LossScale.skip_nonfinite(), LossScale.none()

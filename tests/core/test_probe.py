@@ -1,7 +1,5 @@
 """What is concluded from a recorded step: the window, the recommendation, and what is said."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

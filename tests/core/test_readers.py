@@ -1,7 +1,5 @@
 """The look at readers before the flow rule, and the numbers of values."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -87,17 +85,17 @@ def test_a_constant_is_a_divisor_also_behind_a_move() -> None:
     assert table([], "float16").unfit == table([np.inf, np.nan], "float16").unfit == ""
 
 
-def by_table(name: str, *inputs: Value, held: str = "") -> Decision:
-    return flow(decide((), name), inputs, "float16", held=held)
+def by_table(name: str, *inputs: Value, asked: str = "") -> Decision:
+    return flow(decide((), name), inputs, "float16", asked=asked)
 
 
 def test_a_held_product_of_two_lows_is_float32_and_no_other_is() -> None:
-    assert by_table("mul", LOW, LOW, held=READ_IN_FULL).output == Value("strong", "mul")
+    assert by_table("mul", LOW, LOW, asked=READ_IN_FULL).output == Value("strong", "mul")
     for name, inputs in (("mul", (LOW, WEAK)), ("add", (LOW, LOW))):
-        assert by_table(name, *inputs, held=READ_IN_FULL) == by_table(name, *inputs)
-    assert by_table("add", WEAK, LOW, held=ACCUMULATES).output == Value("strong", "add")
+        assert by_table(name, *inputs, asked=READ_IN_FULL) == by_table(name, *inputs)
+    assert by_table("add", WEAK, LOW, asked=ACCUMULATES).output == Value("strong", "add")
     ruled = decide(parse_rules({"mul": "follow"}), "mul")
-    assert flow(ruled, (LOW, LOW), "float16", held=READ_IN_FULL).format == "float16"
+    assert flow(ruled, (LOW, LOW), "float16", asked=READ_IN_FULL).format == "float16"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +105,7 @@ def test_full_work_reads_averages_unrounded(name: str, weights: tuple[Value, ...
     average = by_table(name, LOW, *weights)
     assert (average.format, average.output.role) == ("float16", "average")
     assert by_table("square", average.output).anew == by_table("sub", STRONG, average.output).anew == ("average",)
-    assert by_table("mul", average.output, average.output, held=READ_IN_FULL).anew == ("average",)
+    assert by_table("mul", average.output, average.output, asked=READ_IN_FULL).anew == ("average",)
     assert by_table("matmul", average.output, WEAK).anew == ()
     assert by_table(name, STRONG, *weights).format == "float32"
     assert by_table("matmul", LOW, STRONG._replace(role="weights")).format == "float16"

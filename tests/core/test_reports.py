@@ -1,7 +1,5 @@
 """Warnings about what a policy could not do in a program, and files: whole or not at all."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import warnings

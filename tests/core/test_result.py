@@ -1,7 +1,5 @@
 """StepResult: what it says, and that it is lazy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

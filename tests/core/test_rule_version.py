@@ -1,7 +1,5 @@
 """Published numbers are of today's rule, or marked: results carry its version, and the version moves with the rule."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from hashlib import sha256
@@ -29,12 +27,12 @@ WITH_ROLES = [value._replace(role=role) for value, roles in ROLES.items() for ro
 
 def digest() -> str:
     mixes = [*(mix for mix in MIXES if len(mix) < 3), *itertools.product([*WITH_ROLES, WEAK, LOW, STRONG], repeat=2)]
-    asked = ("", READ_IN_FULL, ACCUMULATES)
+    findings = ("", READ_IN_FULL, ACCUMULATES)  # about the readers
     found = sha256()
     for operation, compute in itertools.product(sorted(OPERATIONS), COMPUTE):
         decision = decide((), operation)
-        for mix, held in itertools.product(mixes, asked):
-            done = flow(decision, mix, compute, held=held)
+        for mix, asked in itertools.product(mixes, findings):
+            done = flow(decision, mix, compute, asked=asked)
             found.update(repr((done.format, done.output, done.reason, done.anew)).encode())
     return found.hexdigest()[:16]
 

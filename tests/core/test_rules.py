@@ -1,7 +1,5 @@
 """Rules: what a pattern matches, which one decides, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

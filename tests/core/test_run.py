@@ -1,7 +1,5 @@
 """`polyamp run` runs a script as Python does: its names, arguments, imports, errors, exit code and processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The finder of `polyamp run`, with modules and frameworks that only these tests have."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import sys
@@ -16,7 +14,7 @@ import pytest
 from polyamp import policy
 from polyamp import run as running_scripts
 from polyamp.errors import PolyampWarning, UsageError, forget_warnings
-from polyamp.run import Finder, Session, current, found
+from polyamp.run import Finder, Session, current, note_own_precision
 
 BEGUN: list[Session] = []
 
@@ -171,13 +169,13 @@ def test_an_adapter_that_does_not_load_is_refused_with_a_policy_and_reported_wit
 
 
 def test_mixed_precision_of_its_own_is_reported_without_a_policy_and_refused_with_one() -> None:
-    found("nobody listens")
+    note_own_precision("nobody listens")
     with Session() as session:
-        code = "from polyamp.run import found\n\n\nfound('gone.amp.start')\n"
+        code = "from polyamp.run import note_own_precision\n\n\nnote_own_precision('gone.amp.start')\n"
         exec(compile(code, "/script/train.py", "exec"), {})
         assert session.interfaces == {"gone.amp.start": "/script/train.py:4"}
     with Session(policy("mixed_float16")), pytest.raises(UsageError, match="of its own"):
-        found("gone.amp.start")
+        note_own_precision("gone.amp.start")
     assert current() is None
 
 

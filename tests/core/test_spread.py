@@ -1,7 +1,5 @@
 """Histograms of exponents: what they say of a format is what rounding to that format does."""
 
-from __future__ import annotations
-
 import math
 import struct
 

@@ -3,10 +3,10 @@
 That the linters pass on the tree as it is, is tox's environment ``lint``.
 """
 
-from __future__ import annotations
-
 import json
 import os
+import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -94,6 +94,23 @@ def test_ruff_sees_planted_imports_and_docstrings(tree: Path) -> None:
     assert {(file, rule) for (file, _), rule in plants.items()} <= found, said
 
 
+def test_tests_may_import_of_an_adapter_what_is_public(tmp_path: Path) -> None:
+    files = [path for path in sorted(ROOT.glob("backends/*/**/*.py")) if "csrc" not in path.parts]
+    modules = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files if file.name != "__init__.py"]
+    (tmp_path / "tests").mkdir()
+    for name in ("pyproject.toml", "tests/ruff.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "tests" / "planted.py").write_text("".join(f"import polyamp.{module}\n" for module in modules))
+    _, said = lint(RUFF, tmp_path)
+    lines = re.findall(r"^tests/planted\.py:(\d+):\d+: TID251", said, re.MULTILINE)
+    banned = {modules[int(line) - 1] for line in lines}
+    public = {module.removeprefix("backends.") for module in modules if module not in banned}
+    assert {name for name in public if ".integrations." not in name} == {
+        *(f"{framework}.adapter" for framework in ("torch", "jax", "tensorflow", "keras")),
+        *("torch.convert", "torch.apex", "torch.cuda_amp", "jax.value_and_grad", "keras.convert"),
+    }, said
+
+
 CIRCLES = """
 import json, re, grimp
 found = grimp.build_graph("polyamp", exclude_type_checking_imports=True, cache_dir=None)
@@ -128,3 +145,19 @@ def test_planted_circles_are_seen(tree: Path) -> None:
     modules = ("formats", "scale", "flow", "policies", "backends.torch.casting", "backends.torch.adapter")
     with planted(tree, *circles):
         assert in_circles(tree) >= {f"polyamp.{module}" for module in modules}
+
+
+def test_names_of_the_core_in_docstrings_exist() -> None:
+    sources = [file.read_text() for folder in ("polyamp", "backends") for file in (ROOT / folder).rglob("*.py")]
+    named = {name for source in sources for name in re.findall(r"`(polyamp\.[A-Za-z_.]+)`", source)}
+    groups = {"polyamp.backends", "polyamp.scripts"}  # of entry points
+    assert [name for name in sorted(named - groups) if ".backends." not in name and not exists(name)] == []
+
+
+def exists(name: str) -> bool:
+    """Whether a name is a module, or an attribute of one."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True

@@ -1,7 +1,5 @@
 """Arguments that are refused: numbers, counts, functions, options and names; a near miss gets a suggestion."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

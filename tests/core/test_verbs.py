@@ -1,7 +1,5 @@
 """The public verbs refuse bad input before any framework is asked."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

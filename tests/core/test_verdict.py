@@ -1,7 +1,5 @@
 """The verdict on an overflow: the first tensor that is not finite decides, and float32 tells why."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Sources and documents have no expression to avoid, and each of these is found where it is planted."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """benchmarks/hlo.py counts the work in XLA's text of programs that JAX 0.10.2 compiled for an H200 (data/compiled)."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

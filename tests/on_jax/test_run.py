@@ -1,7 +1,5 @@
 """`polyamp run` of JAX scripts: under a policy they are refused before they train, with the lines to write."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

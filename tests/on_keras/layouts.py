@@ -1,7 +1,5 @@
 """``keras.distribution`` on JAX with four devices, run by test_layouts.py in a process that has them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

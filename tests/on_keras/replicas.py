@@ -1,7 +1,5 @@
 """``fit`` of a model with the wrapped optimizer over replicas, in processes of on_tensorflow/test_replicas.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

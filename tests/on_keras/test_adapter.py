@@ -1,7 +1,5 @@
 """The Keras adapter passes the suite that every adapter passes, and Keras' own tests of its `LossScaleOptimizer`."""
 
-from __future__ import annotations
-
 import importlib.util
 import types
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A built Keras model's layers compute by a policy and its rules, and are compiled again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import keras

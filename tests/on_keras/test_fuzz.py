@@ -1,7 +1,5 @@
 """Random runs of a wrapped optimizer against the plain one with true gradients, on the backend that Keras runs on."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from functools import partial

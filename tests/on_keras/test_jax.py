@@ -1,7 +1,5 @@
 """The wrapped Keras optimizer on JAX only: stateless steps, inside ``jit``."""
 
-from __future__ import annotations
-
 import keras
 import numpy as np
 import pytest

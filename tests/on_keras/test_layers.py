@@ -1,7 +1,5 @@
 """Layers of class ``inner``, and layers that Python code calls: each returns the format that its caller computes in."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

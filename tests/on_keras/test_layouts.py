@@ -1,7 +1,5 @@
 """``keras.distribution``: the number of devices is fixed when JAX starts, so these tests run in another process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The Keras models of the founding tables: as large as published, trained alike under every policy, and in 16 bits."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The wrapped Keras optimizer, on the backend that Keras runs on: in loops, in ``fit``, and in files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A compiled Keras model recorded, linted and watched, on whichever backend Keras runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras
@@ -9,8 +7,7 @@ import numpy as np
 import pytest
 
 import polyamp
-from polyamp.backends.keras import HealthCallback
-from polyamp.backends.keras.models import record
+from polyamp.backends.keras import HealthCallback, adapter
 from polyamp.diagnosis.health import Health
 from polyamp.diagnosis.recording import PARAMETER, Recording
 from support.harness_keras import to_numpy
@@ -43,7 +40,7 @@ def wrapped(**settings: Any) -> Any:
 
 
 def recorded(model: Any, *args: Any, widened: bool = True, scale: float | None = None, policy: Any = F16) -> Recording:
-    return record(model, args or (X, Y), {}, policy, widened=widened, scale=scale)
+    return adapter.record(model, args or (X, Y), {}, policy, widened=widened, scale=scale)
 
 
 @pytest.mark.parametrize("widened", [True, False])
@@ -82,7 +79,7 @@ def test_scale_and_facts_are_the_optimizers(optimizer: Any, given: float | None,
     model = model_with(optimizer(), dtype="mixed_float16")
     recording = recorded(model, scale=given)
     assert (recording.scale, recording.differentiates) == (scale, state != "plain")
-    found = polyamp.adapters.adapter_named("keras").facts(model, (), {}, F16, None)
+    found = adapter.facts(model, (), {}, F16, None)
     assert (found.optimizer, found.low_parameters) == (state, ())
     assert [name.rpartition("/")[2] for name, _ in found.layer_policies] == ["first", "head"]
 
@@ -104,11 +101,11 @@ def test_probe_and_diagnose_take_a_model() -> None:
 
 def test_a_function_is_recorded_by_the_backend() -> None:
     if BACKEND == "jax":
-        recording = record(lambda p, x: (x @ p["w"]).mean(), ({"w": X.T}, X), {}, F16, widened=True)
+        recording = recorded(lambda p, x: (x @ p["w"]).mean(), {"w": X.T}, X)
     else:
         weight = keras.Variable(X.T, name="w")
         data = keras.ops.convert_to_tensor(X)
-        recording = record(lambda x: keras.ops.mean(keras.ops.matmul(x, weight)), (data,), {}, F16, widened=True)
+        recording = recorded(lambda x: keras.ops.mean(keras.ops.matmul(x, weight)), data)
     assert sum(one.kind == PARAMETER for one in recording.observations) == 1
 
 
@@ -122,11 +119,11 @@ def test_a_function_is_recorded_by_the_backend() -> None:
 )
 def test_models_that_cannot_be_recorded(make: Any, args: Any, what: str) -> None:
     with pytest.raises(polyamp.PolyampError, match=what):
-        record(make(), args, {}, F16, widened=True)
+        adapter.record(make(), args, {}, F16, widened=True)
 
 
 def test_facts_of_a_step() -> None:
-    found = polyamp.adapters.adapter_named("keras").facts(model_with(), (X, Y), {}, F16, None)
+    found = adapter.facts(model_with(), (X, Y), {}, F16, None)
     assert {6, 8} in [set(one.sizes) for one in found.products]
     assert [(one.classes, one.rows) for one in found.losses] == [(3, 6)]
 

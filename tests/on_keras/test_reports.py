@@ -1,7 +1,5 @@
 """Reports about a model describe it as it is: with its layers' own dtype policies, or without any."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`polyamp run` on Keras scripts on TensorFlow: losses as in float32, skipped steps, refusals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The wrapped Keras optimizer's settings: as polyamp has them and as Keras has them, in files, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

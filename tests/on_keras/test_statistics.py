@@ -1,10 +1,10 @@
 """A skipped step changes no bit of the averages that layers keep over batches."""
 
-from __future__ import annotations
-
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -103,51 +103,65 @@ def test_changed_models_are_served_too(change: Any, data: Any, tmp_path: Any) ->
     assert statistics(model) == before
 
 
+# Programs that begin where nothing of the adapter is loaded, each in a fork of one process that has imported Keras.
 FRESH = """
-import os, sys, warnings
-import keras, numpy as np, polyamp
-model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization()])
+import json, os, sys, traceback, warnings
+import keras, numpy as np
+of_keras = set(sys.modules)
+import polyamp
 assert "polyamp.backends.keras" not in sys.modules
+for name, program in json.loads(sys.argv[1]).items():
+    child = os.fork()
+    if not child:
+        try:
+            exec(program)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(name)
 """
-COMPILED = 'model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(0.05), "mixed_float16"), "mse")\n'
-PROMISES = {
-    "statistics are kept": """
+COMPILED = """
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(8), keras.layers.BatchNormalization()])
+model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(0.05), "mixed_float16"), "mse")
+"""  # Python looks ``compile`` up before it evaluates the argument that loads the adapter
+PROGRAMS = {
+    "statistics are kept": f"""{COMPILED}
 warnings.simplefilter("ignore")
 model.train_on_batch(np.full((16, 6), np.inf), np.zeros((16, 8)))
 assert not model.optimizer.last_step
 assert np.isfinite(np.concatenate(model.get_weights(), axis=None)).all()
 """,
-    "float32 is reported": """
+    "float32 is reported": f"""{COMPILED}
 with warnings.catch_warnings(record=True) as shown:
     model.fit(np.ones((4, 6)), np.zeros((4, 8)), verbose=0)
 assert ["trains in float32" in str(one.message) for one in shown].count(True) == 1
 """,
-}
-LOADED = """
+    "Keras' error about a file names what to import": """
 try:
-    keras.models.load_model(sys.argv[1])
+    keras.models.load_model(sys.argv[2])
 except TypeError as error:
     assert "'polyamp.backends.keras'" in str(error)
 else:
     assert "polyamp.backends.keras" in sys.modules
-"""
+""",
+    "no framework is imported but by Keras": """
+layers = [keras.Input((2,)), keras.layers.Dense(4), keras.layers.Dense(1)]
+model = polyamp.convert(keras.Sequential(layers), "mixed_float16")
+model.compile(polyamp.wrap_optimizer(keras.optimizers.Adam(), "mixed_float16", max_grad_norm=1.0), "mse")
+model.fit(np.ones((4, 2), "float32"), np.ones((4, 1), "float32"), verbose=0)
+assert not {"jax", "tensorflow", "torch"} & (set(sys.modules) - of_keras)
+assert ("tensorflow" in sys.modules) == (keras.backend.backend() == "tensorflow")
+""",
+}
 
 
-def in_a_fresh_process(program: str, *arguments: Any) -> None:
-    command = [sys.executable, "-c", FRESH + program, *map(str, arguments)]
+def test_programs_in_which_nothing_of_the_adapter_is_loaded_yet(tmp_path: Path) -> None:
+    made().save(tmp_path / "model.keras")
+    command = [sys.executable, "-c", FRESH, json.dumps(PROGRAMS), str(tmp_path / "model.keras")]
     done = subprocess.run(command, env={**os.environ, "KERAS_BACKEND": ON}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("promise", PROMISES)
-def test_the_line_that_compiles_may_be_the_first_one_of_the_adapter(promise: str) -> None:
-    """Python looks ``compile`` up before it evaluates the argument that loads the adapter."""
-    in_a_fresh_process(COMPILED + PROMISES[promise])
-
-
-def test_keras_error_names_what_to_import_before_a_file_is_loaded(tmp_path: Any) -> None:
-    made().save(tmp_path / "model.keras")
-    in_a_fresh_process(LOADED, tmp_path / "model.keras")
 
 
 @pytest.mark.skipif(ON == "jax", reason="pure functions select values instead")

@@ -1,7 +1,5 @@
 """The wrapped Keras optimizer on TensorFlow only: graphs, XLA, sparse rows, checkpoints, replicas."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

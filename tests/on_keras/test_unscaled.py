@@ -1,7 +1,5 @@
 """``get_scaled_loss`` and ``get_unscaled_gradients``, known from Keras 2 guides: nothing is divided twice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Casting trees of TensorFlow objects, eager and in graphs."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +8,7 @@ import tensorflow as tf
 
 import polyamp
 from polyamp.backends.tensorflow import cast
+from support.harness import endless_trees
 
 
 class Pair(NamedTuple):
@@ -47,26 +46,6 @@ def test_other_floating_kinds_keep_their_kind(leaf: Any) -> None:
     assert done.dtype == np.float16
 
 
-def shared() -> list[Any]:
-    tree = [tf.ones(2)]
-    for _ in range(40):
-        tree = [tree, tree]  # 2**40 paths
-    return tree
-
-
-def cyclic() -> list[Any]:
-    tree: list[Any] = [tf.ones(2)]
-    tree.append(tree)
-    return tree
-
-
-def deep() -> list[Any]:
-    tree = [tf.ones(2)]
-    for _ in range(3000):
-        tree = [tree]
-    return tree
-
-
 F16 = polyamp.policy("mixed_float16")
 VERBS: dict[str, Any] = {
     "cast": lambda tree: F16.cast_to_compute(tree),
@@ -79,7 +58,7 @@ VERBS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("make", [shared, cyclic, deep])
-def test_containers_that_are_no_trees_are_refused(make: Any, verb: str) -> None:
+@pytest.mark.parametrize("kind", ["shared", "cyclic", "deep"])
+def test_containers_that_are_no_trees_are_refused(kind: str, verb: str) -> None:
     with pytest.raises(polyamp.errors.InvalidTypeError, match=r"share parts many times over|limit of recursion"):
-        VERBS[verb](make())
+        VERBS[verb](endless_trees(tf.ones(2))[kind])

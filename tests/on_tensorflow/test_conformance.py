@@ -1,7 +1,5 @@
 """The TensorFlow adapter passes the suite that every adapter passes."""
 
-from __future__ import annotations
-
 import pytest
 
 from support.conformance import Conformance

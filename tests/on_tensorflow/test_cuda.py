@@ -3,8 +3,6 @@
 tox run -e cuda -- --suite=tensorflow
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import tensorflow as tf

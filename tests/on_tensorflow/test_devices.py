@@ -1,7 +1,5 @@
 """A device that is slow in the policy's format is reported once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The update is marked in graphs, and the marks do not change the names of variables."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Wrapped ``tf.compat.v1.train`` optimizers: in graphs of a Session, in ``tf.function``, and eager."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`polyamp run` on TensorFlow scripts: products in 16 bits, and float16 loops of their own, which are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

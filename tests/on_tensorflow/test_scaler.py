@@ -1,7 +1,5 @@
 """`LossScaler` in loops around ``tf.GradientTape``, with any optimizer that has ``apply_gradients``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

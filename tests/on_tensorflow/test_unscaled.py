@@ -1,7 +1,5 @@
 """``compute_gradients`` of a wrapped ``tf.compat.v1.train`` optimizer returns gradients that code may clip."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The PyTorch adapter passes the suite that every adapter passes, whatever it leaves a skip to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

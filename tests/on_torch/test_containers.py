@@ -1,7 +1,5 @@
 """Containers that models take and return, cast to other formats: every kind keeps its type."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import pickle

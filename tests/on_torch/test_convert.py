@@ -1,7 +1,5 @@
 """Modules and containers in a policy's formats."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Tests that need a GPU; run with ``--gpu``."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from typing import Any

@@ -1,7 +1,5 @@
 """Plugins for trainers, where the trainer is not installed."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

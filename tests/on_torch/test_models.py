@@ -1,7 +1,5 @@
 """The models of the examples: published sizes, the same training under every policy, products in 16 bits, real data."""
 
-from __future__ import annotations
-
 import doctest
 import math
 import sys

@@ -1,7 +1,5 @@
 """Unmodified scripts under a policy: their losses are those of float32, what they see is float32 and unscaled."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import runpy

@@ -1,7 +1,5 @@
 """Whole scripts that train in several processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """`head/*` is every operation in module ``head``, directly or deeper, forward and backward, in every engine."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The policy of FSDP2 that `Policy.to_fsdp` makes. Training with it is tested in steps/ranks.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

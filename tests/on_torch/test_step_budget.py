@@ -1,7 +1,5 @@
 """What one step costs a reader: calls, files, depth and modules of ours. Time is measured in benchmarks/."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

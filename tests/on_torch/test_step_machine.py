@@ -5,8 +5,6 @@ every bit as before, or be refused with nothing changed; and what polyamp docume
 that fails is printed, so it can be run as it stands.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -5,8 +5,6 @@ options of speed decide nothing. A program that is `right` ends with the same pa
 is `right_or_refused` may be refused instead, with nothing changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

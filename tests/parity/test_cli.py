@@ -1,7 +1,5 @@
 """The command line on real steps of each framework: the same model gets the same report."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

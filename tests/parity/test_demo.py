@@ -1,7 +1,5 @@
 """``polyamp demo``: from the same weights and batches, real digits have the same losses in every framework."""
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import redirect_stdout

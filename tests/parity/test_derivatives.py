@@ -1,7 +1,5 @@
 """The derivatives of functions of 16-bit values over most of float16's range: right at one loss scale or another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The same weights and batch have the same report in all frameworks, and the same fault has the same verdict."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

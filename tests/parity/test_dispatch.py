@@ -1,7 +1,5 @@
 """The framework of a function is the one that its code names, if its arguments do not show it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

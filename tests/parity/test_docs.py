@@ -6,8 +6,6 @@ machines, and the text of the examples between versions of Python. A block of ``
 ``examples``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

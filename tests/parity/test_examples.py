@@ -1,7 +1,5 @@
 """The examples run as programs, show what they are there to show, and stay short."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """The founding tables: rows that are kept and resumed, their texts, and a page that is what was measured."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command for a GPU, rehearsed without one: from a checkout, by a Python that has no polyamp and few packages."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Other libraries' loss scales: their rules, what they saved read here, and what is written here continued there."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The one loss-scale rule takes the same steps in every framework, to the bit."""
 
-from __future__ import annotations
-
 import functools
 import math
 import pickle

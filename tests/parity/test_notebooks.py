@@ -1,7 +1,5 @@
 """The notebooks of the documentation run, and their stored outputs are those of a run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The canonical table against the installed frameworks: names that exist, and lists with the claimed entries."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import re

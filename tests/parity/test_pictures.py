@@ -1,7 +1,5 @@
 """Pictures of probes and parities: their contents, and files of every kind."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

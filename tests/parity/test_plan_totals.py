@@ -1,7 +1,5 @@
 """Programs without the patterns that the flow rule looks for: their plans stay the same, to the byte."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

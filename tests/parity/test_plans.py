@@ -1,7 +1,5 @@
 """One flow rule: the same arithmetic in JAX, TensorFlow and PyTorch has the same plan."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

@@ -5,8 +5,6 @@ Numbers that float16 loses are in all its parts: the variance of large values, a
 behind a norm of large values. PyTorch trains it; the verdict is computed from numbers, which come from anywhere.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Policies, dtypes and formats of real libraries, as polyamp's, and polyamp's in place of theirs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import haiku

@@ -1,7 +1,5 @@
 """Values that 16 bits change although nothing overflows: found, located and cured in every framework."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """A loss-scale state that was saved in one framework continues in any other; casts of trees; masters left out."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

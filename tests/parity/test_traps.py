@@ -1,7 +1,5 @@
 """Small programs that float32 computes well: the engines keep all of them, forward and backward."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a type checker, and so an editor, knows of the results of the verbs in a user's program."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """A watched step is explained in every framework, and not changed."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +14,6 @@ import torch
 
 import polyamp
 from polyamp.diagnosis.diagnose import Verdict
-from polyamp.diagnosis.watch import watch
 
 W = np.full((4, 3), 0.1, np.float32)
 X = np.ones((8, 4), np.float32)
@@ -36,7 +33,7 @@ class TorchStep(Watched):
         super().__init__(**options)
         self.weight = torch.nn.Parameter(torch.tensor(W))
         self.opt = polyamp.wrap_optimizer(torch.optim.SGD([self.weight], lr=0.1), "mixed_float16")
-        self.step = watch(self.train, self.opt, **self.options)
+        self.step = polyamp.watch(self.train, self.opt, **self.options)
 
     def train(self, x: torch.Tensor) -> None:
         with polyamp.autocast("mixed_float16"):
@@ -68,7 +65,7 @@ class JaxStep(Watched):
             updates, opt_state = tx.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, loss
 
-        self.step = watch(train, **self.options)
+        self.step = polyamp.watch(train, **self.options)
 
     def __call__(self, x: Any) -> None:
         self.params, self.state, _ = self.step(self.params, self.state, jnp.array(x))
@@ -92,7 +89,7 @@ class TensorFlowStep(Watched):
             self.scaler.step(sgd, [(tape.gradient(scaled, self.weight), self.weight)])
             return loss
 
-        self.step = watch(polyamp.rewrite(train, policy="mixed_float16"), self.scaler, **self.options)
+        self.step = polyamp.watch(polyamp.rewrite(train, policy="mixed_float16"), self.scaler, **self.options)
 
     def __call__(self, x: Any) -> None:
         self.step(tf.constant(x))

@@ -1,7 +1,5 @@
 """Every public name, with every argument wrong in many ways: polyamp's own error or a result, and no change."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import time
@@ -23,6 +21,7 @@ import polyamp
 from polyamp.errors import PolyampError
 from polyamp.policies import in_policy
 from polyamp.report import Report
+from support.harness import endless_trees
 
 
 def raising(*args: Any) -> Any:
@@ -49,19 +48,6 @@ class Huge:
         return "x" * 10**7
 
 
-def nested(depth: int, copies: int = 1) -> list[Any]:
-    tree: list[Any] = [0]
-    for _ in range(depth):
-        tree = [tree] * copies
-    return tree
-
-
-def within_itself() -> list[Any]:
-    tree: list[Any] = []
-    tree.append(tree)
-    return tree
-
-
 NUMBERS = (None, True, 3, -1.5, float("nan"), float("inf"), 1j)
 WRONG: dict[str, Callable[[], Any]] = {
     **{repr(one): lambda one=one: one for one in (*NUMBERS, "text", "", "a\0b", b"x", [], {}, (), int)},
@@ -78,9 +64,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "arrays": lambda: jax.numpy.ones(2),
     "constants": lambda: tf.ones(2),
     "numpy": lambda: np.zeros((2, 2)),
-    "deep": lambda: nested(3000),
-    "shared": lambda: nested(24, copies=2),
-    "within itself": within_itself,
+    **{kind: lambda kind=kind: endless_trees(0)[kind] for kind in ("shared", "cyclic", "deep")},
     "hostile": Hostile,
     "hostile inside": lambda: {"a": [Hostile()]},
     "hostile class": lambda: hostile(object, "__class__", is_property=True),

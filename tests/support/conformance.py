@@ -1,7 +1,5 @@
 """The promises of every adapter about steps, casts and saved loss scales."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

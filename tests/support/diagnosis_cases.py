@@ -1,7 +1,5 @@
 """Observations made by hand, for the tests of the core's conclusions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

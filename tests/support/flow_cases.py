@@ -1,7 +1,5 @@
 """Values for the tests of the flow rule, and short functions that call it."""
 
-from __future__ import annotations
-
 import itertools
 
 from polyamp.flow import Decision, Value, decide, flow

@@ -1,7 +1,5 @@
 """Ranks of torch.distributed as forks of one process, which imports torch once for all of them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.connection
 import os

@@ -7,8 +7,6 @@ parameters, ``memory`` is everything else that a skipped step must not change, a
 `polyamp.save_loss_scale`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,3 +40,13 @@ def spoiled(grads: Arrays, value: float) -> dict[str, NDArray[Any]]:
 def overflow_trace(seed: int, steps: int, share: float = 0.3) -> list[bool]:
     """Choose at random which steps have finite gradients; ``share`` is the expected share of the others."""
     return [bool(draw > share) for draw in np.random.default_rng(seed).random(steps)]
+
+
+def endless_trees(leaf: Any) -> dict[str, list[Any]]:
+    """Return trees that no walk comes to the end of: with 2**40 paths, within itself, deeper than any recursion."""
+    shared, cyclic, deep = [leaf], [leaf], [leaf]
+    cyclic.append(cyclic)
+    for depth in range(3000):
+        deep = [deep]
+        shared = [shared, shared] if depth < 40 else shared
+    return {"shared": shared, "cyclic": cyclic, "deep": deep}

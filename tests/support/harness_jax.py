@@ -1,7 +1,5 @@
 """Drive the JAX adapter with NumPy arrays: optax optimizers outside ``jit``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

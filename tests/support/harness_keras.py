@@ -1,7 +1,5 @@
 """Drive the Keras adapter with NumPy arrays, on the backend that Keras runs on."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -11,13 +9,12 @@ from keras import ops
 from numpy.typing import NDArray
 
 import polyamp
-from polyamp.backends.keras.native import value_of
 from support.harness import Arrays
 
 
 def to_numpy(tensor: Any) -> NDArray[Any]:
     """Return a copy; bfloat16, which NumPy does not have, as ``ml_dtypes.bfloat16``."""
-    return np.array(ops.convert_to_numpy(value_of(tensor)))
+    return np.array(ops.convert_to_numpy(tensor))
 
 
 class KerasSession:

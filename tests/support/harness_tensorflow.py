@@ -1,7 +1,5 @@
 """Drive the TensorFlow adapter with NumPy arrays: ``tf.compat.v1.train`` optimizers in a ``tf.function``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Drive the PyTorch adapter with NumPy arrays; and helpers that the tests of that adapter share."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -12,10 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 import polyamp
+from polyamp import Policy, StepResult
 from polyamp.backends.torch import LossScaledOptimizer
-from polyamp.backends.torch.dtypes import dtype_of
-from polyamp.policies import Policy
-from polyamp.scale import StepResult
 from support.harness import Arrays
 
 
@@ -102,7 +98,7 @@ class TorchHarness:
         learning_rate: float = 0.1,
         **options: Any,
     ) -> TorchSession:
-        dtype = dtype_of(policy.param)
+        dtype = getattr(torch, policy.param)
         arrays = {name: torch.from_numpy(np.array(w)).to(self.device, dtype) for name, w in weights.items()}
         params = {name: torch.nn.Parameter(array) for name, array in arrays.items()}
         kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer]

@@ -1,7 +1,5 @@
 """Optimizers, parameters and steps for the tests of the wrapped optax optimizer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

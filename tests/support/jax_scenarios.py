@@ -1,7 +1,5 @@
 """Small programs, and functions that read the formats of a traced program, for the tests of autocast in JAX."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 

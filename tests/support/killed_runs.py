@@ -6,8 +6,6 @@
 Every rank appends a line to its log after every step, so a step that was made twice has two lines.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Settings and traces for the tests of the loss-scale rule, and functions that walk a trace."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

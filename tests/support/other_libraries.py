@@ -1,7 +1,5 @@
 """Other libraries' loss scales, each driven as its users drive it: new, or continued from what `LossScale` wrote."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

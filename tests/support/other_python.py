@@ -1,7 +1,5 @@
 """A Python without some of this one's packages, like that of a machine without our installations."""
 
-from __future__ import annotations
-
 import re
 import sys
 import venv

@@ -1,7 +1,5 @@
 """Run tests in their own process, so that they can choose what a framework fixes at its start, such as devices."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

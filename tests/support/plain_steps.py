@@ -4,8 +4,6 @@ The same program runs twice, with polyamp's optimizers and with `PlainOptimizer`
 parameters, or be refused with nothing changed.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple

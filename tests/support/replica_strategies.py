@@ -1,7 +1,5 @@
 """Strategies over two logical CPUs or two processes, one strategy for each process, made before TensorFlow starts."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any
@@ -28,10 +26,8 @@ def without_merging() -> tf.distribute.Strategy:
 STRATEGIES: dict[str, Callable[[], tf.distribute.Strategy]] = {
     "mirrored": lambda: tf.distribute.MirroredStrategy(CPUS),
     "without merging": without_merging,
-    "mirrored, one replica": lambda: tf.distribute.MirroredStrategy(CPUS[:1]),
     "one worker": tf.distribute.MultiWorkerMirroredStrategy,
     "two workers": tf.distribute.MultiWorkerMirroredStrategy,  # in two processes, one replica in each
-    "one device": lambda: tf.distribute.OneDeviceStrategy(CPUS[0]),
 }
 # Strategies in one process give their collective operations the same numbers, and disturb each other.
 KIND = os.environ["POLYAMP_TEST_STRATEGY"]

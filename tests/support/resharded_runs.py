@@ -1,7 +1,5 @@
 """Wrapped optimizers whose distributed checkpoints are read over other meshes; see test_resharding.py."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Runs of `polyamp.parity` without a framework: lists of numbers, and a training that takes no time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 

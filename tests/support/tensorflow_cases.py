@@ -1,7 +1,5 @@
 """Training steps for the tests of `polyamp.rewrite`, and measurements of the rewritten graphs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,12 +8,12 @@ import numpy as np
 import tensorflow as tf
 import tensorflow.experimental.numpy as tnp
 
-from polyamp.backends.tensorflow.operations import OPERATIONS
+from polyamp.backends.tensorflow import adapter
 
 LOW = {"mixed_float16": tf.float16, "mixed_bfloat16": tf.bfloat16}
 POLICIES = list(LOW)
 TOLERANCE = {"mixed_float16": 2.0**-8, "mixed_bfloat16": 2.0**-5}  # of a few products, rounded to 11 and 8 bits
-PRODUCTS = {native for native, name in OPERATIONS.items() if name in ("matmul", "conv")}
+PRODUCTS = {native for native, name in adapter.operations.items() if name in ("matmul", "conv")}
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 0.4) -> tf.Tensor:

@@ -1,7 +1,5 @@
 """TensorFlow's own mixed-precision passes, by name on a graph, as a reference to compare with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

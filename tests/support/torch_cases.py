@@ -1,7 +1,5 @@
 """Models for the tests of rewriting, each with arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

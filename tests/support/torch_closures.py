@@ -1,7 +1,5 @@
 """Optimizers that evaluate their closure several times in a step, and change the parameters in between."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 The sources are in ``tests/on_torch/kernels/native/fibers``; ``fiber.h`` describes them.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A module with many kinds of parameters, to train with and without master weights."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

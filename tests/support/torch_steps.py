@@ -3,8 +3,6 @@
 `Plain` writes out the contract of a wrapped optimizer: test the gradients, clip them, step or do nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Regions in which waiting for the GPU is an error, as the benchmarks count waits."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 
 from torch_device import sync_mode  # from benchmarks/

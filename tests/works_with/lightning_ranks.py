@@ -1,7 +1,5 @@
 """Two ranks of Lightning's strategies, run by test_lightning.py with torchrun."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """accelerate's own code drives polyamp: `integrations.accelerate.prepare`, and wrapped optimizers without it."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Hugging Face's Trainer under a policy: `integrations.transformers.with_policy`."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Lightning with polyamp's plugin: its loops train as in float32, skip as one, and resume to the bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The pages about trainers run, and print what they show."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

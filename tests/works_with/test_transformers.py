@@ -1,7 +1,5 @@
 """Hugging Face's models, of no size and without downloads: converted, explained, rewritten, compiled."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from polyamp.backends.jax import unstable
 from polyamp.backends.jax.casting import check_tree, is_array
 from polyamp.backends.jax.graphs.cells import is_inexact
 from polyamp.backends.jax.modules import arrays_of_modules
-from polyamp.errors import UsageError
+from polyamp.errors import UsageError, is_users
 
 
 class Program:
@@ -111,17 +110,10 @@ def _user_line(error: BaseException) -> str:
     """Return the innermost line of the traceback outside libraries: not polyamp, JAX or a package such as flax."""
     frame, found = error.__traceback__, ""
     while frame is not None:
-        if _is_users(frame.tb_frame):
+        if is_users(frame.tb_frame.f_code.co_filename):
             found = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno} ({frame.tb_frame.f_code.co_name})"
         frame = frame.tb_next
     return found or "the traced function"
-
-
-def _is_users(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES
-
-
-_LIBRARIES = {"polyamp", "jax", "flax", "equinox", "haiku", "optax", "contextlib", "functools"}
 
 
 _PASSING = ("reshape", "squeeze", "broadcast_in_dim", "abs", "neg", "stop_gradient", "convert_element_type", "name")

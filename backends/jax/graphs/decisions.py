@@ -38,10 +38,10 @@ def decide_equation(decider: Decider, equation: Any, cells: Sequence[Cell], valu
     inputs = [cell.value for cell in cells if cell.inexact]
     if decision.op_class == "lower":  # what full work made of constants alone is a constant
         inputs = [value._replace(state="weak") if value.role == "weights" else value for value in inputs]
-    held = values.asked_of(equation.outvars[0]) if equation.outvars else ""
+    asked = values.asked_of(equation.outvars[0]) if equation.outvars else ""
     is_constant = bool(equation.outvars and inputs) and values.is_constant(equation.outvars[0])
-    is_backward = bool(held or is_constant) and "transpose" in unstable.transformations(equation)
-    decision = _with_format(decider, equation, decision, inputs, "" if is_backward else held)
+    is_backward = bool(asked or is_constant) and "transpose" in unstable.transformations(equation)
+    decision = _with_format(decider, equation, decision, inputs, "" if is_backward else asked)
     if is_constant and not is_backward:
         decision = _of_constants(decision, cells)
     _note(decider, equation, decision, cells)
@@ -55,11 +55,11 @@ def dtypes_of(decision: Decision, decider: Decider) -> tuple[Any, Any]:
     return FLOAT32 if is_wide else low, low if lowers or decision.rounds else FLOAT32
 
 
-def _with_format(decider: Decider, equation: Any, decision: Decision, inputs: list[Value], held: str) -> Decision:
+def _with_format(decider: Decider, equation: Any, decision: Decision, inputs: list[Value], asked: str) -> Decision:
     """Apply the flow rule, except where the operation's own parameters leave it no choice."""
     if not inputs:
         return decision._replace(reason=NO_FLOATS)
-    decision = decider.flow(decision, inputs, held=held)
+    decision = decider.flow(decision, inputs, asked=asked)
     if equation.primitive.name == "reduce_window_sum" and decision.output.state == "low":
         output = decision.output._replace(role="normalized")  # the average of a window, once it is divided
         return decision._replace(format="float32", output=output)

@@ -104,7 +104,7 @@ def _tangent(cell: Cell) -> Cell:
 
 
 def _tangent_of(primal: Cell, tangent: Cell) -> Any:
-    """Return the result of a rule, a tangent or a symbolic zero, in the dtype of its primal."""
+    """Cast a rule's tangent, or symbolic zero, to the dtype of its primal."""
     dtype = primal.dtype if primal.inexact else jax.dtypes.float0
     return _zero_like(tangent.array, dtype) if _is_zero(tangent.array) else tangent.cast(dtype)
 

@@ -44,7 +44,7 @@ def stride_of(size: int, turns: int) -> int:
 
 
 def sample(tensors: Sequence[Any], step: int) -> Sample:
-    """Return a sample of float32 tensors of one axis and one size."""
+    """Stack vectors of one length; return every so many-th element of each, and totals over all elements."""
     stacked = jnp.stack(tensors)
     return Sample(stacked[:, ::step], _totals(stacked))
 
@@ -63,7 +63,7 @@ def _merge(one: Any, other: Any) -> tuple[Any, Any, Any]:
 
 
 def spread_of(found: Sample, member: int, elements: int) -> Spread | None:
-    """Count on the host a tensor with so many elements, one of a sample; None if it was not computed."""
+    """Return the spread of one tensor of a sample, counted on the host; None if the program did not compute it."""
     turns = found.values[..., member, :].reshape(-1, found.values.shape[-1])
     totals = found.totals[..., member, :].reshape(-1, 4)
     (times, inf, nan), largest = totals[:, :3].sum(0).tolist(), totals[:, 3].max()

@@ -20,7 +20,7 @@ from polyamp.backends.jax.recording.counting import Sample, spread_of
 from polyamp.backends.jax.recording.replay import Replay
 from polyamp.backends.jax.recording.values import Place, Record, sampled, samples_of, with_samples
 from polyamp.backends.jax.state import initial_scalars, state_type, states_in
-from polyamp.backends.jax.value_and_grad import unreported
+from polyamp.backends.jax.value_and_grad import differentiate
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.policies import Policy
 from polyamp.settings import LossScale
@@ -35,7 +35,7 @@ def record(
     widened: bool,
     scale: float | None = None,
 ) -> Recording:
-    """Record every tensor of one step; see `polyamp.adapters.Record`."""
+    """Record every tensor of one step; see `polyamp.adapters.Adapter.record`."""
     # The step is traced and evaluated once more, inside one ``jax.jit``; only samples are kept. A program that equals
     # one of the last eight is not compiled again.
     traced, arrays, constants = _traced_step(step, args, kwargs, policy)
@@ -166,7 +166,7 @@ def _trace(
 
 def _differentiated(fn: Callable[..., Any], policy: Policy, *, has_aux: bool) -> Callable[..., Any]:
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        loss, grads = unreported(fn, policy, has_aux)(*args, **kwargs)
+        loss, grads = differentiate(fn, policy, has_aux)(*args, **kwargs)
         return {"loss": loss[0] if has_aux else loss, "gradients": [gradients.marked_gradients(grads)]}
 
     return differentiated

@@ -93,7 +93,7 @@ def rewritten_before(name: str, policy: str) -> UsageError:
     return UsageError(
         "this function or graph was rewritten already",
         where=name,
-        found=policy,
+        found=f"rewritten for {policy}",
         fix="rewrite the original function, or use the same policy",
     )
 

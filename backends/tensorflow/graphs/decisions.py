@@ -328,8 +328,8 @@ class Pass:
             as_product = self.rules.decider.flow(Decision("mul", "follow", TABLE), inputs, gradient=True)
             decision = as_product._replace(operation=decision.operation, op_class=decision.op_class)
         else:
-            held = next((self._looked[one] for one in node.outputs if one in self._looked), "")
-            decision = self.rules.decider.flow(decision, inputs, gradient=is_backward, held=held)
+            asked = next((self._looked[one] for one in node.outputs if one in self._looked), "")
+            decision = self.rules.decider.flow(decision, inputs, gradient=is_backward, asked=asked)
         compares = decision.operation == "compare" and is_gradient(node.name)  # as the derivative of a maximum does
         if (is_product or compares) and decision.output.state == "low" and node.inputs[0] in self._unrounded:
             return decision._replace(format="float32", reason="like its forward operation", anew=("saturated",))

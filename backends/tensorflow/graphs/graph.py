@@ -11,7 +11,6 @@ gradient has the scope of its forward operation. For example, ``gradient_tape/de
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import os
 import re
@@ -24,6 +23,7 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import as_asked, graph_of, operation_definition
+from polyamp.errors import is_users
 
 One = TypeVar("One", bound=Hashable)
 NodeDef = tf.compat.v1.NodeDef
@@ -240,8 +240,7 @@ class Places:
 
     def line(self, name: str) -> str:
         """Return file and line of the user's code that made a node; empty if that is not known."""
-        # Code of TensorFlow, Keras, polyamp and the standard library is not the user's.
-        own = next((frame for frame in self._frames(name) if not frame[0].startswith(_libraries())), None)
+        own = next((frame for frame in self._frames(name) if is_users(frame[0])), None)
         return f"{Path(own[0]).name}:{own[1]}" if own else ""
 
     def is_users(self, name: str) -> bool:
@@ -249,7 +248,7 @@ class Places:
         # Calls through functions of TensorFlow and ``keras.ops`` count for their caller.
         plain = _folders_of_functions()
         maker = next((frame[0] for frame in self._frames(name) if not frame[0].startswith(plain)), "")
-        return bool(maker) and not maker.startswith(_libraries())
+        return bool(maker) and is_users(maker)
 
     def _frames(self, name: str) -> Iterator[Any]:
         """Return the frames of the code that made a node, innermost first."""
@@ -286,9 +285,6 @@ class Places:
             return None
 
 
-_OWN = (str(Path(__file__).resolve().parents[1]), str(Path(__file__).parents[1]))
-
-
 def _folders_of_functions() -> tuple[str, ...]:
     """Return the folders of TensorFlow and of Keras' operations, each with a separator at its end."""
     folders = [Path(tf.__file__).parent]
@@ -296,16 +292,6 @@ def _folders_of_functions() -> tuple[str, ...]:
     if keras is not None and keras.__file__:
         folders += [Path(keras.__file__).parent / "src" / name for name in ("ops", "backend")]
     return tuple(f"{folder}{os.sep}" for folder in folders)
-
-
-@functools.cache
-def _libraries() -> tuple[str, ...]:
-    """Return the folders whose code is not the user's."""
-    packages = ("tensorflow", "keras", "polyamp", "functools", "contextlib")
-    loaded = (sys.modules.get(name) for name in packages)
-    files = [Path(module.__file__) for module in loaded if module is not None and module.__file__]
-    folders = {str(file.parent) if file.name == "__init__.py" else str(file) for file in files}
-    return tuple(sorted(folders | set(_OWN)))
 
 
 _GRADIENT_SCOPE = re.compile(r"gradient_tape|gradients(_\d+)?")

@@ -236,7 +236,7 @@ READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 def numbered(
     graph: Graph, known: Mapping[str, Known], shape: Callable[[str], tuple[int, ...] | None]
 ) -> tuple[Numbering, dict[str, int]]:
-    """Return the numbering of a graph's values, and the number of each."""
+    """Give equal values of a graph equal numbers; return the numbering, and the numbers by value."""
     numbering = Numbering()
     reshapes = [node for node in graph.nodes if OPERATIONS.get(node.op) == "reshape"]
     shapes = {value: shape(value) for node in reshapes for value in (node.inputs[0], *node.outputs)}

@@ -25,8 +25,8 @@ from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.errors import UnsupportedError, warn_once
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
+from polyamp.policy_words import default_rules
 from polyamp.rules import Rule
-from polyamp.spellings import default_rules
 
 
 @unstable.never_compiled

@@ -81,7 +81,7 @@ def override(name: str, device_type: str, *, required: bool = True) -> None:
 
 
 def _is_listed(name: str, device_type: str) -> bool:
-    """Return whether native autocast's kernel runs where a region does not override the operator."""
+    """Return whether native autocast has a kernel for the operator, to call where no region overrides it."""
     return name in registered(device_type) - PROMOTING
 
 

@@ -98,9 +98,9 @@ class Pass:
         for node in filter(self.aliases.is_touched, arguments):  # no constants
             self.numbers.add(node)
         self._classes = {node: found for node in module.graph.nodes if (found := self._read_node(node)) is not None}
-        self._held = self._look()
+        self._asked = self._look()
         for node, known in self.known.items():
-            if known.tensor is not None and (node in self._held or self.aliases.is_touched(node)):
+            if known.tensor is not None and (node in self._asked or self.aliases.is_touched(node)):
                 self.known[node] = known._replace(value=self._constant(node, known.tensor))
         for node in module.graph.nodes:
             if node.op not in ("placeholder", "output"):
@@ -178,7 +178,7 @@ class Pass:
 
     def _constant(self, node: Node, tensor: Tensor) -> Value:
         """Return the facts about a tensor of the program. What is changed has no role: its numbers will be others."""
-        value = constant_of(tensor, self.decider, divides=self._held.get(node) == DIVIDES)
+        value = constant_of(tensor, self.decider, divides=self._asked.get(node) == DIVIDES)
         return value._replace(role="") if self.aliases.is_touched(node) else value
 
     def _is_operation(self, node: Node) -> bool:
@@ -280,7 +280,7 @@ class Pass:
             return decision._replace(output=value_without_floats(operation, given, constant), reason=NO_FLOATS)
         values = self._operands(node, decision)
         values_and_numbers = [*values, constant] if constant.unfit else values
-        decision = self.decider.flow(decision, values_and_numbers, held=self._held.get(node, ""))
+        decision = self.decider.flow(decision, values_and_numbers, asked=self._asked.get(node, ""))
         if operation == "fill" and len(values) == 1 and values[0].state in ("input", "strong"):
             return decision._replace(output=constant)  # it uses the shape of its operand, and not its numbers
         return self._make_possible(node, decision, values)

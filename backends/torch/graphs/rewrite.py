@@ -175,7 +175,7 @@ class Rewritten(GraphModule):
         return self.programs[0].plan
 
     def train(self, mode: bool = True) -> Rewritten:
-        """Set the mode of the original and of all its parts."""
+        """Set training mode here and in the module that was rewritten."""
         self._source[1].train(mode)
         super().train(mode)
         return self

@@ -151,7 +151,7 @@ class MixedPrecision(_Precision, BaseOfTrainer):
     def connect(
         self, model: nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], list[Any]]:
-        """Wrap the optimizers, and hold the schedules that step with them."""
+        """Wrap the optimizers, and make the schedules that step with them stand still at a skipped step."""
         self.optimizers = []
         wrapped = [self._wrap(optimizer) if optimizer.param_groups else optimizer for optimizer in optimizers]
         for config in lr_schedulers:

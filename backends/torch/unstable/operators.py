@@ -39,7 +39,7 @@ def all_operators() -> list[str]:
 
 
 def is_composite(operator: str) -> bool:
-    """Return whether an operator consists of others, which are then dispatched, and autocast, themselves."""
+    """Return whether an operator only calls other operators, which autocast then sees one by one."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CompositeImplicitAutograd")
 
 

@@ -1,7 +1,5 @@
 """What autocast costs in accuracy and saves in memory: long scans, shared weights, masks, caches, residuals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """autocast of JAX functions: every transformation in either order, every kind of argument, effects, ahead of time."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Parameters are cast when they meet 16-bit values. The user's own float32 data and large constants are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An autocast to float32 inside another region is an island: everything in it runs in float32."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

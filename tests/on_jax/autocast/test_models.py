@@ -1,7 +1,5 @@
 """Models of flax linen, flax NNX, equinox and haiku, unchanged: gradients and statistics."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The warnings of autocast and value_and_grad if a policy changes nothing or a rule matches nothing."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

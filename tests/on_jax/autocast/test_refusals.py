@@ -1,7 +1,5 @@
 """Errors and warnings of autocast in JAX name the problem, the user's line and a fix; nothing changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

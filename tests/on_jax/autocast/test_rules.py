@@ -1,7 +1,5 @@
 """A policy's rules in JAX, by operation, scope and module path; and what the user asked for operation by operation."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

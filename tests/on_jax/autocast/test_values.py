@@ -1,7 +1,5 @@
 """autocast of JAX functions: every kind of argument and type, effects, references, kernels, ahead of time."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

@@ -1,7 +1,5 @@
 """autocast over four devices, run by test_devices.py in a process that has eight."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

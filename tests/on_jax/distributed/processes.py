@@ -1,7 +1,5 @@
 """Two processes of ``jax.distributed`` with two devices each. test_devices.py runs this file in both at once."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

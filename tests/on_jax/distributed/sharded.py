@@ -1,7 +1,5 @@
 """Training over a mesh of data and model axes, run by test_devices.py in a process with eight devices."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Skipped steps over several devices, run by test_devices.py in a process that has eight."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

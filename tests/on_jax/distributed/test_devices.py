@@ -1,7 +1,5 @@
 """Several devices and processes: their number is fixed when JAX starts, so these tests run elsewhere."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A function under ``jax.jit`` that a program calls often is rewritten once, and means what it meant."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """autocast of JAX's control flow and mapped axes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

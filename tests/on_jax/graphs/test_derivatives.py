@@ -1,7 +1,5 @@
 """autocast of functions with the user's own rules (with symbolic zeros, of equinox), and of solvers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

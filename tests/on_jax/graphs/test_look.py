@@ -1,7 +1,5 @@
 """What is known of values before a program runs: which are equal, and what their readers ask of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Norms that a program writes out are float32 inside and 16 bits outside; so are loops in which nothing adds up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

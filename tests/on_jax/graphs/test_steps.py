@@ -1,7 +1,5 @@
 """Plans and lint of whole training steps: as documented, with the loss unscaled, and with gradients clipped scaled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """The founding tables' models in JAX: their sizes as published, their training, and what of them runs in 16 bits."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The facts about a function that the JAX adapter reports to `polyamp.lint`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recording steps of the libraries that models are written in."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import equinox as eqx

@@ -1,7 +1,5 @@
 """The recordings of one step by the JAX adapter."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

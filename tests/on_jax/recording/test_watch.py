@@ -1,7 +1,5 @@
 """polyamp.watch around a JAX step, whose optimizer state is a value: its arguments, and the facts that it reads."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """value_and_grad and scale_loss: 16-bit products inside, scaled gradients out, and losses that are refused."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

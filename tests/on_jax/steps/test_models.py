@@ -1,7 +1,5 @@
 """Real training loops: flax linen with a TrainState, flax NNX in both styles, equinox."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import equinox as eqx

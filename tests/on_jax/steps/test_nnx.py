@@ -1,7 +1,5 @@
 """flax NNX modules: batch statistics of a skipped step, several modules, counters that do not count skips."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """The wrapped optimizer around every kind of optax transformation, and inside others: exact, compiled, donated."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The state of a wrapped optimizer, saved and restored by polyamp, flax, orbax and pickle."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A wrapped optax optimizer: tested, unscaled, clipped, updated through master weights, limited; in that order."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -4,8 +4,6 @@ Each step ends with the parameters of the model, or skips where the model skips,
 moves as `polyamp.advance` moves it. In an ensemble every member has a model of its own.
 """
 
-from __future__ import annotations
-
 import functools
 import pickle
 from collections.abc import Callable

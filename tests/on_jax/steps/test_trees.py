@@ -1,7 +1,5 @@
 """Casting, ownership and updates of any pytree."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys
@@ -19,6 +17,7 @@ from flax import linen, nnx
 import polyamp
 from polyamp import adapters
 from polyamp.backends import jax as amp
+from support.harness import endless_trees
 
 FLOAT16 = polyamp.policy("mixed_float16")
 
@@ -114,16 +113,6 @@ def test_select(applied: Any) -> None:
     assert np.isnan(amp.select(applied, new, old)["mean"]).tolist() == [bool(applied)]
 
 
-def endless(kind: str) -> Any:
-    tree: Any = [jnp.ones(1)]
-    if kind == "cyclic":
-        tree.append(tree)
-        return tree
-    for _ in range(40 if kind == "shared" else 3000):
-        tree = [tree, tree] if kind == "shared" else [tree]
-    return tree
-
-
 TX, PARAMS = polyamp.wrap_optimizer(optax.sgd(0.1), FLOAT16), {"w": jnp.ones(2)}
 STATE = TX.init(PARAMS)
 WALKS = {
@@ -152,7 +141,7 @@ WALKS = {
 @pytest.mark.parametrize("verb", WALKS)
 def test_a_tree_that_no_walk_comes_to_the_end_of_is_refused(verb: str, kind: str) -> None:
     with pytest.raises(polyamp.PolyampError, match=r"leaves|nested too deeply"):
-        WALKS[verb](endless(kind))
+        WALKS[verb](endless_trees(jnp.ones(1))[kind])
 
 
 OBJECTS = {"w": np.array([object(), None])}

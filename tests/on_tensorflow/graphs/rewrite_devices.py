@@ -1,7 +1,6 @@
 """`polyamp.rewrite` of steps with replicas; test_replicas.py runs this file in a process with two CPUs."""
 
-from __future__ import annotations
-
+import functools
 from typing import Any
 
 import keras
@@ -85,6 +84,14 @@ class Training:
         return [[one.numpy() for one in weight.values] for weight in self.weights]
 
 
+@functools.cache
+def trained() -> Training:
+    """Return a step that ran once, for tests that do not care what it trained."""
+    made = Training(Wrapped, "mixed_float16")
+    made.run()
+    return made
+
+
 def on_each(value: tf.Tensor) -> Any:
     """Return the halves of a value, one for each replica."""
     parts = tf.split(value, COUNT)
@@ -107,9 +114,7 @@ def test_losses_are_those_of_float32(make: Any, policy: str) -> None:
 
 def test_products_are_lowered_on_both_devices() -> None:
     policy = "mixed_float16"
-    ours, plain = Training(Wrapped, policy), Training(Wrapped, None)
-    for one in (ours, plain):
-        one.run()
+    ours, plain = trained(), Training(Wrapped, None)
     arguments = on_each(normal(8, 8)), on_each(tf.constant((1.0, 1.0)))
     found = [node for node in nodes_that_run(ours.step, *arguments) if node.op in PRODUCTS]
     expected = [node for node in nodes_that_run(plain.step, *arguments) if node.op in PRODUCTS]
@@ -120,9 +125,7 @@ def test_products_are_lowered_on_both_devices() -> None:
 
 
 def test_casts_stay_on_their_devices() -> None:
-    ours = Training(ByHand, "mixed_bfloat16")
-    ours.run()
-    nodes = nodes_that_run(ours.step, on_each(normal(8, 8)), on_each(tf.constant((1.0, 1.0))))
+    nodes = nodes_that_run(trained().step, on_each(normal(8, 8)), on_each(tf.constant((1.0, 1.0))))
     devices = {node.name: node.device for node in nodes}
     casts = [node for node in nodes if node.op == "Cast" and "polyamp_cast" in node.name]
     assert casts
@@ -133,13 +136,12 @@ def test_casts_stay_on_their_devices() -> None:
 
 @pytest.mark.parametrize("spoil", [(np.inf, 1.0), (1.0, np.inf), (np.nan, np.inf)], ids=["first", "second", "both"])
 def test_an_overflow_on_one_replica_skips_the_step_on_both(spoil: tuple[float, float]) -> None:
-    training = Training(Wrapped, "mixed_float16")
-    training.run(0)
-    before = training.copies()
+    training = trained()
+    before, scale = training.copies(), training.updater.loss_scale
     training.run(1, spoil)
     for copies, earlier in zip(training.copies(), before, strict=True):
         assert np.array_equal(copies, earlier)
-    assert training.updater.loss_scale == INITIAL / 2
+    assert training.updater.loss_scale == scale / 2
     training.run(2)
     for copies, earlier in zip(training.copies(), before, strict=True):
         assert np.array_equal(*copies)

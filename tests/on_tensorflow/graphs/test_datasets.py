@@ -1,7 +1,5 @@
 """Loops over datasets are rewritten with their bodies; functions that a rewrite does not enter are reported."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`polyamp.rewrite` of TensorFlow functions: which functions, calls, saving, plans and rules."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import threading

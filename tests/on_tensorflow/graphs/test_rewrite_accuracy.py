@@ -1,7 +1,5 @@
 """Rewritten training compared with float32: small gradients, and exact updates."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

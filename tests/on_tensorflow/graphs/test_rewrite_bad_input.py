@@ -1,7 +1,5 @@
 """`polyamp.rewrite` of code that it cannot rewrite, the user's own errors, and memory after functions are deleted."""
 
-from __future__ import annotations
-
 import gc
 import re
 import weakref
@@ -206,7 +204,7 @@ def test_many_rewrites_leave_nothing_behind() -> None:
         once(turn)
     gc.collect()
     functions, objects = set(context.context().list_function_names()), len(gc.get_objects())
-    made = [once(turn) for turn in range(20)]
+    made = [once(turn) for turn in range(2 * len(names))]
     gc.collect()
     assert not [one for one in made if one() is not None]
     assert set(context.context().list_function_names()) == functions

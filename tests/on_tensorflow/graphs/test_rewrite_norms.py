@@ -1,7 +1,5 @@
 """Norms in `polyamp.rewrite`: 16 bits outside and float32 inside, in kernels and written out, forward and backward."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 The ways of every framework are in tests/parity/test_traps.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A loss that was not scaled, and gradients clipped while they are scaled, are found in the step's graph."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

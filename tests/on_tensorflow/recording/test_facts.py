@@ -1,7 +1,5 @@
 """The facts that `polyamp.lint` gets from a TensorFlow function."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +8,7 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.backends.tensorflow import LossScaler
-from polyamp.backends.tensorflow.facts import facts
+from polyamp.backends.tensorflow import LossScaler, adapter
 from polyamp.diagnosis.lint import Facts, UserCast
 from support.tensorflow_cases import normal
 
@@ -20,7 +17,7 @@ X, W = normal(6, 8), normal(8, 4, seed=1)
 
 
 def found(target: Any, *args: Any, optimizer: Any = None, policy: Any = F16) -> Facts:
-    return facts(target, args, {}, policy, optimizer)
+    return adapter.facts(target, args, {}, policy, optimizer)
 
 
 def sizes(fn: Any, *args: Any) -> list[set[int]]:

@@ -1,7 +1,5 @@
 """Recordings of one TensorFlow step: what is counted, its format and place, and that nothing changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import polyamp
-from polyamp.backends.tensorflow import LossScaler
-from polyamp.backends.tensorflow.recording.record import record
+from polyamp.backends.tensorflow import LossScaler, adapter
 from polyamp.backends.tensorflow.recording.replay import spread_of
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
 from polyamp.diagnosis.spread import SAMPLE, stride
@@ -33,7 +30,7 @@ SLOW = ("nested loops", "clip_by_global_norm", "one function for many states", "
 
 
 def recorded(step: Any, *args: Any, policy: Any = F16, widened: bool = True, scale: float | None = None) -> Recording:
-    return record(step, args, {}, policy, widened=widened, scale=scale)
+    return adapter.record(step, args, {}, policy, widened=widened, scale=scale)
 
 
 def named(recording: Recording, kind: Any, place: str) -> Observation:

@@ -1,7 +1,5 @@
 """Autocast by policy: formats, nesting, threads, exceptions, decorators, compilation, warnings."""
 
-from __future__ import annotations
-
 import contextvars
 import gc
 import itertools
@@ -14,7 +12,6 @@ import torch
 
 import polyamp
 from polyamp.backends.torch import autocast
-from polyamp.backends.torch.autocast import regions
 from polyamp.errors import UnsupportedError
 
 A = torch.ones(2, 2)
@@ -67,7 +64,6 @@ def test_generators_leave_regions_in_any_order(order: tuple[int, ...]) -> None:
         assert next(entered[place], None) is None
     assert product() == torch.float32
     assert not torch.is_autocast_enabled("cpu")
-    assert (regions.nesting(), regions.HERE.thread.frame) == (0, None)
 
 
 @pytest.mark.parametrize("rules", [{"softmax": "full"}, {"*_norm": "full"}, None])
@@ -96,7 +92,9 @@ def test_entering_at_every_step_leaves_nothing_behind() -> None:
     def step() -> tuple[int, int]:
         with polyamp.autocast("mixed_bfloat16"):
             (A.clone().requires_grad_() * 2).sum().backward()
-        return len(contextvars.copy_context()), sum(type(one) is regions.Frame for one in gc.get_objects())
+        return len(contextvars.copy_context()), sum(
+            type(one).__module__.startswith("polyamp.") for one in gc.get_objects()
+        )
 
     assert step() == step()
 

@@ -3,8 +3,6 @@
 What both have to do is asked by the other tests of autocast, which run with ``POLYAMP_EXTENSION=off`` and ``require``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

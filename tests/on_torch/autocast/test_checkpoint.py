@@ -1,7 +1,5 @@
 """Regions with rules under activation checkpointing: the second run computes the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

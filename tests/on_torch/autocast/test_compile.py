@@ -1,7 +1,5 @@
 """Regions around and inside compiled code, and the caches of such code."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Rules by the path of a module."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

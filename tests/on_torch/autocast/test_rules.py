@@ -1,7 +1,5 @@
 """Autocast by a policy's own rules: every class, CUDA's list in float16 on the CPU, promotion, nesting, threads."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable

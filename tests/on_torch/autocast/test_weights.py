@@ -1,7 +1,5 @@
 """Casts of weights in a region: made once, and again after an update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

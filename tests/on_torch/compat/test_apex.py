@@ -1,7 +1,5 @@
 """The names of Apex beside `amp`: PyTorch's own with Apex' arguments, or refused with what to write."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

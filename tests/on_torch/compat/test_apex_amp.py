@@ -1,7 +1,5 @@
 """`apex.amp` on polyamp: training at each level, several losses and optimizers, clipping, checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math
@@ -19,11 +17,11 @@ from torch.nn import functional
 
 import polyamp
 from polyamp.backends.torch.apex import amp
-from polyamp.backends.torch.apex_amp import _amp_state
 from polyamp.backends.torch.attached import wrapper_of
 from polyamp.errors import PolyampDeprecationWarning
 from support.harness_torch import contents
 
+STATE = amp._amp_state
 pytestmark = pytest.mark.filterwarnings("ignore::polyamp.errors.PolyampDeprecationWarning")
 
 LEVELS = ["O0", "O1", "O2", "O3"]
@@ -35,8 +33,8 @@ LABELS = torch.tensor(DIGITS.target[:512])
 @pytest.fixture(autouse=True)
 def _levels_end_with_their_test() -> Iterator[None]:
     yield
-    if _amp_state.handle is not None:
-        _amp_state.handle._deactivate()
+    if STATE.handle is not None:
+        STATE.handle._deactivate()
 
 
 def digits_model(seed: int = 0) -> nn.Sequential:
@@ -140,7 +138,7 @@ def test_options_replace_what_the_level_implies() -> None:
     amp.initialize(other, sgd(other), opt_level="O2", cast_model_type=torch.bfloat16)  # with a dynamic scale
     assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 65536.0, "unskipped": 0}}
     amp.initialize(small(), opt_level="O2", cast_model_type=torch.bfloat16, master_weights=False, loss_scale="128.0")
-    properties = _amp_state.opt_properties
+    properties = STATE.opt_properties
     assert (properties.enabled, properties.opt_level, properties.master_weights) == (True, "O2", False)
     assert properties.cast_model_type is torch.bfloat16
 
@@ -264,7 +262,7 @@ def test_an_overflow_in_any_block_skips(level: str, part: int) -> None:
     model = small()
     opt = sgd(model)
     amp.initialize(model, opt, opt_level=level, num_losses=3)
-    for scaler in _amp_state.loss_scalers:
+    for scaler in STATE.loss_scalers:
         scaler._loss_scale = 1024.0
     step(model, opt)
     before, weights = contents(wrapper_of(opt)), [param.detach().clone() for param in model.parameters()]
@@ -278,7 +276,7 @@ def test_an_overflow_in_any_block_skips(level: str, part: int) -> None:
     assert "0.weight" in wrapper_of(opt).last_step.reason
     assert contents(wrapper_of(opt)) == before
     assert all(map(torch.equal, model.parameters(), weights))
-    assert [one.loss_scale() for one in _amp_state.loss_scalers] == [512.0 if n == part else 1024.0 for n in range(3)]
+    assert [one.loss_scale() for one in STATE.loss_scalers] == [512.0 if n == part else 1024.0 for n in range(3)]
 
 
 def gan(level: str | None, steps: int = 5) -> list[float]:
@@ -318,15 +316,15 @@ def test_calls_for_each_model_share_the_loss_scales() -> None:
     one, two = small(), small()
     first, second = sgd(one), sgd(two)
     amp.initialize(one, first, opt_level="O1")
-    _amp_state.loss_scalers[0]._loss_scale = 4.0
+    STATE.loss_scalers[0]._loss_scale = 4.0
     amp.initialize(two, second, opt_level="O1", num_losses=2)
-    assert [scaler.loss_scale() for scaler in _amp_state.loss_scalers] == [65536.0, 65536.0]
-    _amp_state.loss_scalers[0]._loss_scale = 256.0
+    assert [scaler.loss_scale() for scaler in STATE.loss_scalers] == [65536.0, 65536.0]
+    STATE.loss_scalers[0]._loss_scale = 256.0
     for model, opt in ((one, first), (two, second)):
         step(model, opt)
         assert wrapper_of(opt).loss_scale == 256.0
         assert model(X).dtype == torch.float16
-    handle = _amp_state.handle
+    handle = STATE.handle
     handle._deactivate()
     assert one(X).dtype == two(X).dtype == torch.float32
 
@@ -408,7 +406,7 @@ def test_limits_of_the_loss_scale(limits: dict[str, float]) -> None:
     model = small()
     opt = sgd(model)
     amp.initialize(model, opt, opt_level="O1", verbosity=0, **limits)
-    (scaler,) = _amp_state.loss_scalers
+    (scaler,) = STATE.loss_scalers
     assert scaler.loss_scale() == min(65536.0, limits.get("max_loss_scale", 65536.0))
     for _ in range(9):
         opt.zero_grad()

@@ -1,7 +1,5 @@
 """`apex.amp` on polyamp: the region of O1, and functions that choose their format."""
 
-from __future__ import annotations
-
 import threading
 import types
 from collections.abc import Iterator
@@ -14,9 +12,8 @@ from torch.nn import functional
 
 import polyamp
 from polyamp.backends.torch.apex import amp
-from polyamp.backends.torch.apex_amp import _amp_state
-from polyamp.backends.torch.apex_casts import AmpHandle
 
+STATE = amp._amp_state
 pytestmark = pytest.mark.filterwarnings("ignore::polyamp.errors.PolyampDeprecationWarning")
 
 X = torch.ones(4, 4)
@@ -26,14 +23,14 @@ HALF = X.half()
 @pytest.fixture(autouse=True)
 def _levels_end_with_their_test() -> Iterator[None]:
     yield
-    if _amp_state.handle is not None:
-        _amp_state.handle._deactivate()
+    if STATE.handle is not None:
+        STATE.handle._deactivate()
 
 
-def turn_on() -> AmpHandle:
+def turn_on() -> Any:
     amp.initialize(nn.Linear(4, 4), opt_level="O1")
-    assert _amp_state.handle is not None
-    return _amp_state.handle
+    assert STATE.handle is not None
+    return STATE.handle
 
 
 def native_state() -> tuple[Any, ...]:

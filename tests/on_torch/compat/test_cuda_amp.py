@@ -1,7 +1,5 @@
 """`torch.cuda.amp` on polyamp: its regions, scalers and custom functions, and the real modules' names."""
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """The pages for those who come from Apex and torch.amp: every line of the right column runs."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

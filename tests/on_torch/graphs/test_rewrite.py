@@ -1,7 +1,5 @@
 """Rewritten modules: values and gradients next to float32 and native autocast, training, modes, sizes, shared state."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

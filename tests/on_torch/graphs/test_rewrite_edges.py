@@ -1,7 +1,5 @@
 """A graph keeps the meaning of the code: changes in place, users' own derivatives, checkpoints, branches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

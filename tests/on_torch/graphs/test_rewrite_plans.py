@@ -1,7 +1,5 @@
 """The plan of a torch module: operations, formats, reasons, places, casts and bytes; and rules by path."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Code that cannot be rewritten: errors with the line and the fix, and nothing is changed."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The compiled operators, for all tests of this folder."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

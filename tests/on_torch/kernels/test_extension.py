@@ -1,7 +1,5 @@
 """Compiled code is loaded once, where ``POLYAMP_EXTENSION`` lets it be; where it is not, somebody can say why."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The kernels as a GPU has them, with barriers, shuffles, atomics and many blocks, run on the CPU: see fiber.h."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

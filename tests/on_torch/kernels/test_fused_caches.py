@@ -1,7 +1,5 @@
 """What a fused step keeps for the next one is made anew where anything under it was exchanged in between."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

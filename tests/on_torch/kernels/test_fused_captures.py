@@ -1,7 +1,5 @@
 """What fused steps refuse before anything is changed, and what they must not share: captures, devices, streams."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

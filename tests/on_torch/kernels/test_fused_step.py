@@ -3,8 +3,6 @@
 On the CPU these are the operators' references, or the compiled ones where they are built; on a GPU the kernels.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The operators of a loss-scaled step, compiled and in PyTorch, on every device: what they must do."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 Run with ``--gpu``, after ``python -m polyamp.backends.torch.build`` or where a compiler is found.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,12 +1,10 @@
 """Calibration of PyTorch models whose plain policy fails: rules for one layer, with the evidence."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from polyamp.diagnosis.calibrate import calibrate
+from polyamp import calibrate
 
 
 class Wide(nn.Module):

@@ -1,7 +1,5 @@
 """`facts` of the PyTorch adapter, for `polyamp.lint`, and the code that it shares with `record`."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

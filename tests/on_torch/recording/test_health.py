@@ -1,8 +1,6 @@
 """The counters of the loss scale where torch has its own ways: scalers that stand in for torch's, optimizers that share
 one, steps by polyamp's operators."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -11,9 +9,9 @@ import pytest
 import torch
 
 import polyamp
-from polyamp import LossScale
+from polyamp import LossScale, health
 from polyamp.backends.torch import GradScaler
-from polyamp.diagnosis.health import Health, health
+from polyamp.diagnosis.health import Health
 from support.loss_scale_cases import read, walk
 
 CONFIG = LossScale(interval=3, on_min="ignore")

@@ -1,7 +1,5 @@
 """`record` of the PyTorch adapter: every tensor of one step, in float32 or the policy's formats; changes are undone."""
 
-from __future__ import annotations
-
 import copy
 import math
 import random
@@ -16,10 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
-from polyamp.backends.torch import adapter
-from polyamp.backends.torch.grad_scaler import GradScaler
+from polyamp import LossScale
+from polyamp.backends.torch import GradScaler, adapter
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation, Recording
-from polyamp.settings import LossScale
 from support.torch_cases import MODELS
 
 X, Y = torch.linspace(-2, 2, 48).reshape(6, 8), torch.tensor([0, 1, 2, 3, 0, 1])

@@ -3,8 +3,6 @@
 Each arrangement of a model over ranks is compared with the same model in one process, trained by plain PyTorch.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import os

@@ -1,7 +1,5 @@
 """Two ranks that step together, run by test_ranks.py in two processes: every test runs on both at once."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

@@ -1,7 +1,5 @@
 """Steps with a closure, also where the optimizer evaluates it several times and moves in between."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 A docstring of a test names where its fault of another scaler was reported.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

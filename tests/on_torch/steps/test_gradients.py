@@ -1,7 +1,5 @@
 """Unscaling, testing and clipping of every kind of gradient."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

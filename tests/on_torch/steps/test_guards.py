@@ -1,7 +1,5 @@
 """Steps whose loss nobody scaled are refused, however they come about, and right ones are not."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import math

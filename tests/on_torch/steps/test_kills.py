@@ -1,7 +1,5 @@
 """Runs that are killed at any moment, even while they save, continue to the same bits as a run that is not."""
 
-from __future__ import annotations
-
 import random
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Training loops as people write them, each beside the same loop without scaling: the same weights come out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

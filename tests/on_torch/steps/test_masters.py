@@ -1,7 +1,5 @@
 """Float32 master weights of 16-bit parameters, and state dicts."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

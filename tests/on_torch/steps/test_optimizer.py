@@ -1,7 +1,5 @@
 """The wrapped optimizer: what a step does, what a skipped one leaves, and the order of things."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

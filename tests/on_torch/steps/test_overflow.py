@@ -1,7 +1,5 @@
 """What a skipped step says: which parameters, by name, and whether a smaller loss scale can help."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ranks of torch.distributed: each is a process of its own, in which pytest runs ranks.py or meshes.py."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyamp.backends.torch.ranks import Overflowed, any_rank, has_peers
+from polyamp.backends.torch.ranks import OverflowedRanks, any_rank, has_peers
 
 pytestmark = pytest.mark.slow
 
@@ -55,4 +53,4 @@ def test_without_other_ranks_nothing_is_combined() -> None:
     ],
 )
 def test_bits_name_ranks(bits: list[list[int]], members: list[int] | None, text: str) -> None:
-    assert str(Overflowed(torch.tensor(bits), members, here=0)) == text
+    assert str(OverflowedRanks(torch.tensor(bits), members, here=0)) == text

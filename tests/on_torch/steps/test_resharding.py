@@ -1,7 +1,5 @@
 """Distributed checkpoints of wrapped optimizers that are read on more ranks, on fewer, and over other meshes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

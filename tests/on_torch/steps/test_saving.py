@@ -1,7 +1,5 @@
 """State dicts: with and without masters, in torch.distributed.checkpoint's form, of plain optimizers, and bad ones."""
 
-from __future__ import annotations
-
 import copy
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What moves with the optimizer is held back in skipped steps: schedules, averages, other state."""
 
-from __future__ import annotations
-
 import copy
 import math
 

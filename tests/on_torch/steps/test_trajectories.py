@@ -4,8 +4,6 @@ Scales are powers of two here, so that dividing by one (torch's fused kernels) a
 and torch elsewhere) round alike; `test_scales_that_are_no_powers_of_two` leaves the fused kernels out.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Several losses on one optimizer, several optimizers on one loss, and both: each gradient by its loss's scale."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

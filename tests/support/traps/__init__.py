@@ -1,7 +1,5 @@
 """The traps, in all frameworks: `TRAPS`, the `words` that they are written in, and the `engines` that run them."""
 
-from __future__ import annotations
-
 from support.traps import chances, data, ranges, readers, squares
 from support.traps.trap import Trap
 

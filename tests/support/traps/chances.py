@@ -1,7 +1,5 @@
 """Probabilities, their logarithms and losses by hand: 16 bits have no number between 0.9995 and 1, and no 1e-12."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Masks, labels, targets and positions: the user's float32 data, which 16 bits cannot represent."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 The gradient is that of a loss with respect to ``w``; the loss gives the elements of the result different weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ import torch
 import polyamp
 from polyamp.backends import jax as jax_backend
 from polyamp.backends import torch as torch_backend
-from polyamp.backends.tensorflow.autocast.context import autocast_context
+from polyamp.backends.tensorflow import autocast_context
 from support.tensorflow_pass import after_pass
 from support.traps.trap import Array, Trap
 from support.traps.words import Jax, TensorFlow, Torch

@@ -1,7 +1,5 @@
 """Sums, products, exponentials and constants that leave 16 bits, and loops that add up in them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Values whose format depends on their readers, on equal values, on derivatives, or on a table's smallest element."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Squares, norms and powers: the square of 256 is beyond float16, and that of 2e-4 underflows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

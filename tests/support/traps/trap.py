@@ -4,8 +4,6 @@ Each is written once, in the words of `support.traps.words`, as ``program(ops, w
 others are inputs. The factors of ``w`` are exact in float16 and in bfloat16, so losses come only after that product.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Judge whether an engine kept a trap: finite wherever float32 is, and equal to it up to the format's roundings."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

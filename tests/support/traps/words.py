@@ -3,8 +3,6 @@
 Reductions use the last axis and keep it, or all axes if ``axis`` is None.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

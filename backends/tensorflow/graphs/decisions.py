@@ -31,7 +31,6 @@ from polyamp.backends.tensorflow.graphs.values import (
     READS,
     VARIANT,
     Known,
-    Lists,
     decide_list,
     is_list,
     is_number,
@@ -51,14 +50,11 @@ from polyamp.flow import (
     Decision,
     Value,
 )
-from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as CLASSES
-from polyamp.plan import Decider
-from polyamp.policies import Policy
 from polyamp.readers import DIVIDES, Read, look
 
 if TYPE_CHECKING:
-    from polyamp.backends.tensorflow.graphs.program import Functions
+    from polyamp.backends.tensorflow.graphs.program import Program
 
 _UPDATE = Value("strong", "the update")
 _SATURATED_GRADIENTS = ("SigmoidGrad", "TanhGrad")
@@ -89,38 +85,25 @@ class TypedNode(NamedTuple):
         return self.decision.operation
 
 
-class Rules:
-    """A policy and the findings under it, shared by all functions of one program."""
-
-    def __init__(self, policy: Policy, *, fuses: bool = True) -> None:
-        self.policy, self.decider = policy, Decider(policy)
-        self.compute = policy.compute
-        self.fuses = fuses and format_of(policy.compute).is_low
-        self.low: int = tf.as_dtype(policy.compute).as_datatype_enum
-        self.not_entered: dict[str, str] = {}
-        self.lists = Lists()
-
-
 class Pass:
     """The decisions for one graph, or for a function's body with the arguments of one call."""
 
     def __init__(
         self,
         graph: Graph,
-        rules: Rules,
-        functions: Functions,
+        program: Program,
         arguments: Sequence[Known] = (),
         path: str = "",
         traced: Any = None,
         name: str = "",
     ) -> None:
-        self.rules, self.functions, self.traced, self.name = rules, functions, traced, name
+        self.program, self.traced, self.name = program, traced, name
         places = Places(traced)
-        self.graph = graph = fused(graph, places, functions.library) if rules.fuses else graph
+        self.graph = graph = fused(graph, places, program.library) if program.fuses else graph
         names = (name for name, _ in graph.arguments)
         self.known: dict[str, Known] = dict(zip(names, arguments, strict=True))
-        self.scopes = Scopes(graph, path, traced, lambda: (body.scopes for body in functions.bodies))
-        self.parts = parts_of(graph, functions.library)
+        self.scopes = Scopes(graph, path, traced, lambda: (body.scopes for body in program.bodies))
+        self.parts = parts_of(graph, program.library)
         self._numbering, self._numbers = numbered(graph, self.known, lambda value: places.shape(graph, value))
         # the first value with a number and a type
         self._equal = {(self._numbers[name], known.dtype): name for name, known in self.known.items()}
@@ -159,7 +142,7 @@ class Pass:
     def computed_anew(self, value: str, roles: Sequence[str]) -> Node | None:
         """Return the node to compute again in float32, for a use that must not take rounded values of these roles."""
         known, maker = self.known[value], self.graph.maker.get(value)
-        if known.dtype != self.rules.low or known.value.role not in roles or maker is None:
+        if known.dtype != self.program.low or known.value.role not in roles or maker is None:
             return None
         if maker.op == "IdentityN":
             return self.computed_anew(maker.inputs[maker.outputs.index(value)], roles)
@@ -167,7 +150,7 @@ class Pass:
 
     def class_of(self, node: Node, operation: str) -> Decision:
         """Decide the class of a node's operation at its path."""
-        return self.rules.decider.decide(operation, self.scopes.ruled_path(node) if self.rules.policy.rules else "")
+        return self.program.decide(operation, self.scopes.ruled_path(node) if self.program.policy.rules else "")
 
     def as_written(self, node: Node, reason: str, value: Value = WEAK, decision: Decision | None = None) -> TypedNode:
         """Keep a node's types."""
@@ -177,7 +160,7 @@ class Pass:
 
     def typed(self, node: Node, decision: Decision, low: Sequence[str] = ()) -> TypedNode:
         """Give a node its types by its decision. Its type attributes ``low`` change to the compute format."""
-        dtype = self.rules.low
+        dtype = self.program.low
         types = [dtype if port.attribute in low and port.dtype == FLOAT32 else port.dtype for port in node.input_ports]
         of_integers = self._value_of_integers(node)
         results = [
@@ -208,11 +191,11 @@ class Pass:
         if any(port.dtype > 100 for port in node.input_ports):
             return self.as_written(node, "reads a variable by reference", decision=decision)
         decision = self._with_format(node, decision, inputs)
-        is_full = decision.format != self.rules.compute or decision.is_wide
+        is_full = decision.format != self.program.compute or decision.is_wide
         decision = decision._replace(operation=operation)
         if is_full:
             return self.typed(node, decision)
-        if low := lowerable(node, self.rules.low):
+        if low := lowerable(node, self.program.low):
             return self.typed(node, decision, low)
         return self._without_kernel(node, decision)
 
@@ -233,14 +216,14 @@ class Pass:
 
     def _decide(self, node: Node) -> TypedNode:
         if not (is_list(node) or node.op == "IdentityN" or node.called):
-            self.rules.lists.keep(known.held for known in self.inputs_of(node))
+            self.program.lists.keep(known.held for known in self.inputs_of(node))
         if node.name in self.parts.update and not is_list(node):
             return self.as_written(node, "updates variables", _UPDATE)
         if is_list(node):
             return decide_list(self, node)
         if node.op in _SPECIAL:
             return _SPECIAL[node.op](self, node)
-        return self.functions.decide(self, node) or self.by_flow(node)
+        return self.program.decide_call(self, node) or self.by_flow(node)
 
     def _remember(self, node: Node, decided: TypedNode) -> None:
         for value, known in zip(node.outputs, decided.results, strict=True):
@@ -281,7 +264,7 @@ class Pass:
             if maker.output_ports[maker.outputs.index(value)].dtype == FLOAT32:
                 handles = zip(maker.input_ports, maker.inputs, strict=True)
                 name = next((self.known[one].held for port, one in handles if port.dtype == VARIANT), "")
-                self.rules.lists.take(name, is_low=dtype == self.rules.low)
+                self.program.lists.take(name, is_low=dtype == self.program.low)
 
     def _value_of_integers(self, node: Node) -> Value:
         if not any(is_number(port.dtype) and port.dtype not in FLOATING for port in node.output_ports):
@@ -325,11 +308,11 @@ class Pass:
         is_backward = node.name in self.parts.backward
         is_product = decision.reason == TABLE and node.op in _SATURATED_GRADIENTS
         if is_product:  # ``y * (1 - y) * grad``, and nothing bounds the gradient
-            as_product = self.rules.decider.flow(Decision("mul", "follow", TABLE), inputs, gradient=True)
+            as_product = self.program.flow(Decision("mul", "follow", TABLE), inputs, gradient=True)
             decision = as_product._replace(operation=decision.operation, op_class=decision.op_class)
         else:
             asked = next((self._looked[one] for one in node.outputs if one in self._looked), "")
-            decision = self.rules.decider.flow(decision, inputs, gradient=is_backward, asked=asked)
+            decision = self.program.flow(decision, inputs, gradient=is_backward, asked=asked)
         compares = decision.operation == "compare" and is_gradient(node.name)  # as the derivative of a maximum does
         if (is_product or compares) and decision.output.state == "low" and node.inputs[0] in self._unrounded:
             return decision._replace(format="float32", reason="like its forward operation", anew=("saturated",))
@@ -338,11 +321,11 @@ class Pass:
         return decision
 
     def _without_kernel(self, node: Node, decision: Decision) -> TypedNode:
-        missing = f"no {self.rules.compute} kernel for {node.op} on {device_of(node)}"
+        missing = f"no {self.program.compute} kernel for {node.op} on {device_of(node)}"
         state = decision.output if decision.op_class == "inner" else WEAK
         if decision.rule:
             state = Value("strong", decision.operation)
-            self.rules.decider.refuse(f"there is {missing}, so it runs in float32", decision)
+            self.program.refuse(f"there is {missing}, so it runs in float32", decision)
         return self.typed(node, decision._replace(format="float32", output=state, reason=missing, anew=()))
 
 
@@ -363,7 +346,7 @@ def _constant(decisions: Pass, node: Node) -> TypedNode:
     value = WEAK
     if tensor.dtype == FLOAT32:
         divides = decisions.is_divisor(node.outputs[0])
-        value = decisions.rules.decider.table(tf.make_ndarray(tensor), divides=divides)
+        value = decisions.program.table(tf.make_ndarray(tensor), divides=divides)
     return decisions.as_written(node, TABLE, value)
 
 
@@ -372,13 +355,13 @@ def _cast(decisions: Pass, node: Node) -> TypedNode:
     if node.input_ports[0].dtype in FLOATING or node.output_ports[0].dtype != FLOAT32:
         return decisions.by_flow(node)
     known, maker = decisions.inputs_of(node)[0], decisions.graph.maker.get(node.inputs[0])
-    return decisions.as_written(node, TABLE, value_of_cast(node, known.value, maker, decisions.rules.decider))
+    return decisions.as_written(node, TABLE, value_of_cast(node, known.value, maker, decisions.program))
 
 
 def _shape(decisions: Pass, node: Node) -> TypedNode:
     """Decide a node that reads sizes: it takes values without casts."""
     decided = decisions.by_flow(node)
-    low = decisions.rules.low
+    low = decisions.program.low
     types = {known.dtype for known in decisions.inputs_of(node)}
     if types != {low} or any(port.attribute != "T" or port.dtype != FLOAT32 for port in node.input_ports):
         return decided
@@ -394,7 +377,7 @@ def _identities(decisions: Pass, node: Node) -> TypedNode:
     if types == [port.dtype for port in node.input_ports]:
         return decided
     listed = tf.compat.v1.AttrValue(list=tf.compat.v1.AttrValue.ListValue(type=types))
-    decision = decided.decision._replace(format=decisions.rules.compute, reason="moves values")
+    decision = decided.decision._replace(format=decisions.program.compute, reason="moves values")
     return decided._replace(input_types=types, changes={"T": listed}, decision=decision)
 
 

@@ -29,8 +29,8 @@ def plan_of(decisions: Pass, graph: Any) -> Plan:
     """Return the plan of a program."""
     results = [dtype for _, dtype in decisions.graph.results]
     operations = tuple(PlanBuilder(decisions, Places(graph)).operations(results))
-    unused = tuple(rule.pattern for rule in decisions.rules.decider.unused)
-    return Plan(str(decisions.rules.policy), operations, unused_rules=unused)
+    unused = tuple(rule.pattern for rule in decisions.program.unused)
+    return Plan(str(decisions.program.policy), operations, unused_rules=unused)
 
 
 class PlanBuilder:

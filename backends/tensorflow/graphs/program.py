@@ -14,39 +14,59 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.devices import device_of
 from polyamp.backends.tensorflow.graphs.capture import POLICY_ATTRIBUTE, check_graph, rewritten_before
-from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass, Rules, TypedNode
+from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass, TypedNode
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, Places, called_functions, closure
-from polyamp.backends.tensorflow.graphs.values import VARIANT, Known, capture, value_of_type
+from polyamp.backends.tensorflow.graphs.values import VARIANT, Known, Lists, capture, value_of_type
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import FunctionLibrary, graph_of
 from polyamp.flow import CARRIED, Decision, Value
 from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as TABLE_OF_CLASSES
+from polyamp.plan import Decider
 from polyamp.policies import Policy
 
 REWRITTEN = "rewritten already"
 """The reason for a call of a function that was rewritten under the same policy."""
 
 
-class Functions:
-    """The functions of one program, each decided once for the same arguments."""
+class Program(Decider):
+    """What is decided in all functions of one program: each is decided once for the same arguments."""
 
-    def __init__(self, library: Mapping[str, Any], rules: Rules, traced: Any = None) -> None:
-        self.library, self.rules, self._traced = library, rules, traced
+    def __init__(self, policy: Policy, library: Mapping[str, Any], traced: Any = None, *, fuses: bool = True) -> None:
+        super().__init__(policy)
+        self.library, self._traced = library, traced
+        self.fuses = fuses and format_of(policy.compute).is_low
+        self.low: int = tf.as_dtype(policy.compute).as_datatype_enum
+        self.not_entered: dict[str, str] = {}
+        self.lists = Lists()
         self._bodies: dict[Any, Pass] = {}
 
-    def decide(self, decisions: Pass, node: Node) -> TypedNode | None:
+    def settled(self, graph: Graph, arguments: Sequence[Known] = ()) -> Pass:
+        """Decide a graph until the contents of lists are known; after any number of passes the result is consistent."""
+        decisions = Pass(graph, self, arguments, traced=self._traced)
+        for _ in range(_PASSES - 1):
+            self.lists.keep(decisions.known[value].held for value in decisions.graph.returns)
+            if not self.lists.settle():
+                break
+            self._bodies = {}
+            decisions = Pass(graph, self, arguments, traced=self._traced)
+        return decisions
+
+    def decide_call(self, decisions: Pass, node: Node) -> TypedNode | None:
         """Decide a node that calls functions; None for any other node."""
-        decide = _HANDLERS.get(node.op) or (_not_entered if node.called else None)
-        return None if decide is None else decide(self, decisions, node)
+        if not node.called:
+            return None
+        if reason := self.why_kept(node.called):
+            return _kept(decisions, node, reason)
+        return _HANDLERS.get(node.op, _not_entered)(decisions, node)
 
     def body(self, name: str, arguments: Sequence[Known], path: str) -> Pass:
         """Return the decisions for a function's body with these arguments."""
-        key = (name, tuple(arguments), path if self.rules.policy.rules else "")
+        key = (name, tuple(arguments), path if self.policy.rules else "")
         if key not in self._bodies:
             graph = Graph.of_function(self.library[name], self.library)
             traced = graph_of(name, self._traced)
-            self._bodies[key] = Pass(graph, self.rules, self, arguments, path, traced, name)
+            self._bodies[key] = Pass(graph, self, arguments, path, traced, name)
         return self._bodies[key]
 
     @property
@@ -75,7 +95,7 @@ class Functions:
         if marked is None:
             return False
         policy = marked.attr[POLICY_ATTRIBUTE].s.decode()
-        if policy != str(self.rules.policy):
+        if policy != str(self.policy):
             raise rewritten_before(f"function {definition.signature.name}", policy)
         return True
 
@@ -87,37 +107,33 @@ def _is_full_product(definition: Any) -> bool:
     return any(definition.attr[key].type == FLOAT32 for key in ("T", "dtype") if key in definition.attr)
 
 
-def _call(functions: Functions, decisions: Pass, node: Node) -> TypedNode:
+def _call(decisions: Pass, node: Node) -> TypedNode:
     arguments = decisions.inputs_of(node)
     name = node.definition.attr["f"].func.name
-    if reason := functions.why_kept([name]):
-        return _kept(decisions, node, reason)
-    caller = _forward_call(decisions, functions.library[name]) or node
-    body = functions.body(name, arguments, decisions.scopes.scope_of(caller))
+    caller = _forward_call(decisions, decisions.program.library[name]) or node
+    body = decisions.program.body(name, arguments, decisions.scopes.scope_of(caller))
     results = _results(body)
     return _calling(
         node, arguments, results, {"Tin": arguments, "Tout": results}, [Inside(name, body, _types(results))]
     )
 
 
-def _conditional(functions: Functions, decisions: Pass, node: Node) -> TypedNode:
+def _conditional(decisions: Pass, node: Node) -> TypedNode:
     """Decide a conditional. A result is in 16 bits if every branch returns it in 16 bits, else in float32."""
     attributes = node.definition.attr
     names = [attributes[key].func.name for key in ("then_branch", "else_branch") if key in attributes]
     names = names or [function.name for function in attributes["branches"].list.func]
-    if reason := functions.why_kept(names):
-        return _kept(decisions, node, reason)
     chooser, *arguments = decisions.inputs_of(node)
-    bodies = [functions.body(name, arguments, decisions.scopes.scope_of(node)) for name in names]
+    bodies = [decisions.program.body(name, arguments, decisions.scopes.scope_of(node)) for name in names]
     pairs = zip(node.output_ports, zip(*map(_results, bodies), strict=True), strict=True)
-    results = [_joined(functions.rules, port.dtype, knowns) for port, knowns in pairs]
+    results = [_joined(decisions.program.lists, port.dtype, knowns) for port, knowns in pairs]
     insides = [Inside(name, body, _types(results)) for name, body in zip(names, bodies, strict=True)]
     return _calling(node, [chooser, *arguments], results, {"Tin": arguments, "Tout": results}, insides)
 
 
-def _joined(rules: Rules, declared: int, knowns: Sequence[Known]) -> Known:
+def _joined(lists: Lists, declared: int, knowns: Sequence[Known]) -> Known:
     if declared == VARIANT:
-        return Known(VARIANT, held=rules.lists.tie([known.held for known in knowns]))
+        return Known(VARIANT, held=lists.tie([known.held for known in knowns]))
     if declared != FLOAT32:
         return knowns[0]
     types = {known.dtype for known in knowns}
@@ -126,34 +142,32 @@ def _joined(rules: Rules, declared: int, knowns: Sequence[Known]) -> Known:
     return chosen if len(types) == 1 else chosen._replace(dtype=FLOAT32)
 
 
-def _loop(functions: Functions, decisions: Pass, node: Node) -> TypedNode:
+def _loop(decisions: Pass, node: Node) -> TypedNode:
     """Decide a loop. Values that may add up over the iterations are float32; values that it only reads stay unchanged.
 
     The body is first decided as if all carried values were strong float32. If the body nevertheless returns a low
     value, that value does not add up, so the loop carries it in 16 bits.
     """
     names = [node.definition.attr[key].func.name for key in ("cond", "body")]
-    if reason := functions.why_kept(names):
-        return _kept(decisions, node, reason)
     path = decisions.scopes.scope_of(node)
     incoming = decisions.inputs_of(node)
-    unchanged = _unchanged(functions.library[names[1]])
+    unchanged = _unchanged(decisions.program.library[names[1]])
     carried = [
         known
         if position in unchanged
         else Known(port.dtype, CARRIED if port.dtype == FLOAT32 else known.value, held=known.held)
         for position, (port, known) in enumerate(zip(node.input_ports, incoming, strict=True))
     ]
-    made = _results(functions.body(names[1], carried, path))
-    low = functions.rules.low
+    made = _results(decisions.program.body(names[1], carried, path))
+    low = decisions.program.low
     carried = [
         Known(low, Value("low", result.value.maker)) if _stays_low(first, known, result) else known
         for first, known, result in zip(incoming, carried, made, strict=True)
     ]
-    condition, iteration = (functions.body(name, carried, path) for name in names)
+    condition, iteration = (decisions.program.body(name, carried, path) for name in names)
     for known, result in zip(carried, _results(iteration), strict=True):
         if known.dtype == VARIANT:
-            functions.rules.lists.tie([known.held, result.held])
+            decisions.program.lists.tie([known.held, result.held])
     insides = [Inside(names[0], condition, _types(_results(condition))), Inside(names[1], iteration, _types(carried))]
     return _calling(node, carried, carried, {"T": carried}, insides)
 
@@ -177,40 +191,37 @@ def _unchanged(body: Any) -> set[int]:
     return found
 
 
-def _iteration(functions: Functions, decisions: Pass, node: Node) -> TypedNode:
+def _iteration(decisions: Pass, node: Node) -> TypedNode:
     """Decide ``for batch in dataset``: the body keeps its types, and the values that it carries are float32."""
     # Its arguments are the carried values, then an element, then captured values.
-    if reason := functions.why_kept(node.called):
-        return _kept(decisions, node, reason)
     carried = len(node.definition.attr["Tstate"].list.type)
     insides = []
     for name in node.called:
         arguments = [
             Known(arg.type, CARRIED if place < carried and arg.type == FLOAT32 else value_of_type(arg.type))
-            for place, arg in enumerate(functions.library[name].signature.input_arg)
+            for place, arg in enumerate(decisions.program.library[name].signature.input_arg)
         ]
         captured = len(node.definition.attr["Targuments"].list.type)
         for place, known in enumerate(decisions.inputs_of(node)[-captured:] if captured else (), -captured):
             arguments[place] = known._replace(dtype=arguments[place].dtype)
-        body = functions.body(name, arguments, decisions.scopes.scope_of(node))
+        body = decisions.program.body(name, arguments, decisions.scopes.scope_of(node))
         insides.append(Inside(name, body, tuple(dtype for _, dtype in body.graph.results)))
     decided = _kept(decisions, node, "calls functions")
     results = [known._replace(value=CARRIED) if known.dtype == FLOAT32 else known for known in decided.results]
     return decided._replace(results=results, inside=tuple(insides))
 
 
-def _not_entered(functions: Functions, decisions: Pass, node: Node) -> TypedNode:
+def _not_entered(decisions: Pass, node: Node) -> TypedNode:
     """Leave the functions of any other node as written. If they have products, record that they were not entered."""
-    reason = functions.why_kept(node.called) or "the functions of this operation run as written"
-    if reason != REWRITTEN and functions.has_products(node.called):
+    if decisions.program.has_products(node.called):
         line = Places(decisions.traced).line(node.name)
-        functions.rules.not_entered.setdefault(node.op, line or decisions.scopes.path_of(node))
-    return _kept(decisions, node, reason)
+        decisions.program.not_entered.setdefault(node.op, line or decisions.scopes.path_of(node))
+    return _kept(decisions, node, "the functions of this operation run as written")
 
 
 def _kept(decisions: Pass, node: Node, reason: str) -> TypedNode:
     """Keep a node with functions unchanged, and also the lists among its inputs."""
-    decisions.rules.lists.keep(known.held for known in decisions.inputs_of(node))
+    decisions.program.lists.keep(known.held for known in decisions.inputs_of(node))
     return decisions.as_written(node, reason)
 
 
@@ -244,7 +255,7 @@ def _forward_call(decisions: Pass, function: Any) -> Node | None:
     return next((node for node in calls if node.definition.attr["f"].func.name == forward), None)
 
 
-_HANDLERS: dict[str, Callable[[Functions, Pass, Node], TypedNode]] = {
+_HANDLERS: dict[str, Callable[[Pass, Node], TypedNode]] = {
     "PartitionedCall": _call,
     "StatefulPartitionedCall": _call,
     "If": _conditional,
@@ -263,23 +274,21 @@ _PASSES = 5  # more than one, because a list may hold values from another list
 
 def decided_for(concrete: Any, policy: Policy, *, fuses: bool = True) -> Pass:
     """Return the decisions for a ``ConcreteFunction`` under a policy."""
-    rules, library = Rules(policy, fuses=fuses), FunctionLibrary()
-    graph = Graph.of_function(concrete.function_def, library)
-    arguments, traced = _arguments(graph, concrete, rules), concrete.graph
-    return _settled(rules, lambda: Pass(graph, rules, Functions(library, rules, traced), arguments, traced=traced))
+    program = Program(policy, FunctionLibrary(), concrete.graph, fuses=fuses)
+    graph = Graph.of_function(concrete.function_def, program.library)
+    return program.settled(graph, _arguments(graph, concrete, program))
 
 
 def decided_graph(graph_def: Any, policy: Policy) -> Pass:
     """Return the decisions for a ``GraphDef`` under a policy."""
     check_graph(graph_def)
-    rules, library = Rules(policy), {function.signature.name: function for function in graph_def.library.function}
-    graph = Graph(graph_def.node, library)
-    return _settled(rules, lambda: Pass(graph, rules, Functions(library, rules)))
+    program = Program(policy, {function.signature.name: function for function in graph_def.library.function})
+    return program.settled(Graph(graph_def.node, program.library))
 
 
 def lowered_in(decisions: Pass) -> set[tuple[str, str]]:
     """Return the operations of class ``lower`` that run in the compute format, each with its type of device."""
-    compute = decisions.rules.compute
+    compute = decisions.program.compute
     return {
         (decided.operation, device_of(decided.node))
         for decided in decisions.everything()
@@ -290,25 +299,14 @@ def lowered_in(decisions: Pass) -> set[tuple[str, str]]:
 def lowers(decisions: Pass) -> bool:
     """Return whether any operation runs in the compute format, or was rewritten to it before."""
     found = (decided.decision for decided in decisions.everything())
-    return any(one.format == decisions.rules.compute or one.reason == REWRITTEN for one in found)
+    return any(one.format == decisions.program.compute or one.reason == REWRITTEN for one in found)
 
 
-def _settled(rules: Rules, decide: Callable[[], Pass]) -> Pass:
-    """Repeat a pass until the contents of lists are known; after any number of passes the result is consistent."""
-    decisions = decide()
-    for _ in range(_PASSES - 1):
-        rules.lists.keep(decisions.known[value].held for value in decisions.graph.returns)
-        if not rules.lists.settle():
-            break
-        decisions = decide()
-    return decisions
-
-
-def _arguments(graph: Graph, concrete: Any, rules: Rules) -> list[Known]:
+def _arguments(graph: Graph, concrete: Any, decider: Decider) -> list[Known]:
     """Return the facts about a program's arguments; the last of them are captured values."""
     types, captures = [dtype for _, dtype in graph.arguments], concrete.captured_inputs
     variables = {id(variable.handle): variable for variable in concrete.variables}
     own = len(types) - len(captures)
     known = [Known(dtype, value_of_type(dtype)) for dtype in types[:own]]
     pairs = zip(types[own:], captures, strict=True)
-    return [*known, *(capture(dtype, one, variables.get(id(one)), rules.decider) for dtype, one in pairs)]
+    return [*known, *(capture(dtype, one, variables.get(id(one)), decider) for dtype, one in pairs)]

@@ -144,16 +144,16 @@ def _called(concrete: Any, decisions: Pass, args: Sequence[Any], kwargs: Mapping
 
 def _report(decisions: Pass, name: str) -> None:
     """Warn once about everything that had no effect."""
-    rules = decisions.rules
-    report_unused(rules.decider.unused, where=name, paths="a name scope or layer", of=rules.policy)
-    for op, place in rules.not_entered.items():
+    program = decisions.program
+    report_unused(program.unused, where=name, paths="a name scope or layer", of=program.policy)
+    for op, place in program.not_entered.items():
         warn_once(
             f"the functions of {op} ({place}) run as written in {name}: a rewrite does not enter them, so their "
             "products stay in float32. Rewrite the function that this operation takes, or use polyamp.autocast.",
         )
-    report_refused(rules.decider.refused, where=name, of=rules.policy)
+    report_refused(program.refused, where=name, of=program.policy)
     for operation, device in lowered_in(decisions):
-        report_slow(operation, rules.compute, device)
-    if format_of(rules.compute).is_low and not lowers(decisions) and not rules.not_entered:
+        report_slow(operation, program.compute, device)
+    if format_of(program.compute).is_low and not lowers(decisions) and not program.not_entered:
         why = f"{NO_PRODUCTS}, that this device's kernels take"
-        report_nothing_lowered("rewrite", rules.compute, where=name, why=why)
+        report_nothing_lowered("rewrite", program.compute, where=name, why=why)

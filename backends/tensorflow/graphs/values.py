@@ -277,7 +277,7 @@ def _attributes(node: Node) -> Iterator[Hashable]:
 def decide_list(decisions: Pass, node: Node) -> TypedNode:
     """Decide a node that makes, fills, reads or moves a list: items have the type of the values put into the list."""
     name = _list_of(decisions, node)
-    lists, low = decisions.rules.lists, decisions.rules.low
+    lists, low = decisions.program.lists, decisions.program.low
     value, attributes = lists.value_of(name), node.definition.attr
     is_low = lists.is_low(name) and "element_dtype" in attributes and attributes["element_dtype"].type == FLOAT32
     dtype = low if is_low else FLOAT32
@@ -298,13 +298,13 @@ def decide_list(decisions: Pass, node: Node) -> TypedNode:
     )
     if not is_low:
         return decided
-    decision = decided.decision._replace(format=decisions.rules.compute)
+    decision = decided.decision._replace(format=decisions.program.compute)
     return decided._replace(decision=decision, changes={"element_dtype": tf.compat.v1.AttrValue(type=low)})
 
 
 def _list_of(decisions: Pass, node: Node) -> str:
     """Return the name of a node's list, and record what the node does to it."""
-    lists = decisions.rules.lists
+    lists = decisions.program.lists
     pairs = list(zip(node.input_ports, decisions.inputs_of(node), strict=True))
     names = [known.held for port, known in pairs if port.dtype == VARIANT]
     name = f"{decisions.name}/{node.name}" if node.op in CREATING else lists.tie(names)
@@ -312,7 +312,7 @@ def _list_of(decisions: Pass, node: Node) -> str:
     for known in items:
         lists.put(name, known.value)
     moves_items = bool(items) or any(is_item(node, port) for port in node.output_ports)
-    has_kernel = not moves_items or lowerable(node, decisions.rules.low)
+    has_kernel = not moves_items or lowerable(node, decisions.program.low)
     is_ruled = decisions.class_of(node, "tensor_list").reason != TABLE
     if is_ruled or not has_kernel or _adds_to_one_item(decisions, node):
         lists.keep([name])

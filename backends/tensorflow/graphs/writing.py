@@ -89,7 +89,7 @@ class Body:
         self.must_run: list[str] = []
         self.changed = any(decisions.known[name].dtype != dtype for name, dtype in decisions.graph.arguments)
         self._decisions, self._writer = decisions, writer
-        self._mark = tf.compat.v1.AttrValue(s=str(decisions.rules.policy).encode())
+        self._mark = tf.compat.v1.AttrValue(s=str(decisions.program.policy).encode())
         self.casts: dict[tuple[str, int], str] = {}  # the names of casts, by their value and its new type
         self.anew: dict[Node, str] = {}  # the names of float32 copies, by the node that is computed again
 
@@ -175,7 +175,7 @@ class Body:
         """Return the changed attributes that name the functions which a node calls."""
         if not decided.inside:
             return {}
-        library = self._decisions.functions.library
+        library = self._decisions.program.library
         names = {inside.name: self._writer.function(inside, library[inside.name]) for inside in decided.inside}
         return _renamed(decided.node.definition.attr, names)
 

@@ -196,6 +196,7 @@ def test_it_is_pure(name: str, inputs: list[Value], compute: str) -> None:
     assert first == flow(decision, tuple(inputs), compute)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("compute", COMPUTE)
 def test_every_operation_is_decided_under_every_mix_with_a_reason(compute: str) -> None:
     for name, mix in itertools.product([*OPERATIONS, "my_kernel"], MIXES):

@@ -75,6 +75,7 @@ class TestStatistics:
 
 
 class TestLooks:
+    @pytest.mark.once
     @pytest.mark.parametrize(
         ("noise", "spread", "stop_early"),
         [

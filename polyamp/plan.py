@@ -57,6 +57,32 @@ class PlannedOperation(NamedTuple):
         }
 
 
+def planned(
+    decision: Decision,
+    native: str,
+    where: str,
+    *,
+    casts: Sequence[tuple[int, int]] = (),
+    moved: int = 0,
+    moved_float32: int = 0,
+    times: int = 1,
+) -> PlannedOperation:
+    """Return a plan's entry; ``casts`` are the bytes before and after each cast, ``moved`` those of the operation."""
+    return PlannedOperation(
+        decision.operation,
+        native,
+        where.strip(),
+        decision.op_class,
+        decision.format,
+        decision.reason,
+        times,
+        casts=len(casts),
+        bytes_cast=sum(before for before, _ in casts),
+        bytes_moved=moved + sum(map(sum, casts)),
+        bytes_moved_float32=moved_float32,
+    )
+
+
 @dataclass(frozen=True)
 class Plan(Report):
     """The result of `polyamp.explain`: every operation with its format and reason, and totals. Prints as a table.

@@ -23,7 +23,7 @@ from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, is_inexact
 from polyamp.backends.jax.operations import canonical
 from polyamp.flow import AS_WRITTEN, Decision, decide
 from polyamp.formats import FORMATS
-from polyamp.plan import Decider, Plan, PlannedOperation, unused_in
+from polyamp.plan import Decider, Plan, PlannedOperation, planned, unused_in
 from polyamp.policies import Policy
 
 _MARK = re.compile(r"(?:^|/)polyamp_region_(\d+)")
@@ -72,21 +72,15 @@ class PlanBuilder:
             _bytes(aval, held if not as_written and getattr(aval, "dtype", None) == FLOAT32 else None)
             for aval in outputs
         )
-        bytes_cast = sum(_bytes(array, before) for array, before, _ in cast)
         self.operations.append(
-            PlannedOperation(
-                decision.operation,
+            planned(
+                decision,
                 equation.primitive.name,
-                f"{unstable.without_island(path)} {unstable.source_line(equation)}".strip(),
-                decision.op_class,
-                decision.format,
-                decision.reason,
+                f"{unstable.without_island(path)} {unstable.source_line(equation)}",
+                casts=[(_bytes(array, before), _bytes(array, to)) for array, before, to in cast],
+                moved=read + written,
+                moved_float32=sum(_bytes(cell.array, cell.declared) for cell in cells) + sum(map(_bytes, outputs)),
                 times=self._times,
-                casts=len(cast),
-                bytes_cast=bytes_cast,
-                bytes_moved=read + written + bytes_cast + sum(_bytes(array, to) for array, _, to in cast),
-                bytes_moved_float32=sum(_bytes(cell.array, cell.declared) for cell in cells)
-                + sum(map(_bytes, outputs)),
             )
         )
 
@@ -178,22 +172,21 @@ def plan_of_step(closed: Any, regions: Regions) -> Plan:
 
 def _as_it_is(equation: Equation, in_region: bool) -> PlannedOperation:
     """Return the plan's entry for an equation in the backward pass of a region, or outside of all regions."""
-    name = canonical(equation.name, equation.own.params)
     path = _MARK.sub("", equation.path).strip("/")
-    decision = decide((), name, path)
+    decision = decide((), canonical(equation.name, equation.own.params), path)
     written = [var.aval for var in equation.own.outvars]
     avals = [*(atom.aval for atom in equation.own.invars), *written]
-    computes = in_region and decision.op_class != "keep"
-    return PlannedOperation(
-        name,
+    if not in_region:
+        decision = decision._replace(reason=OUTSIDE)
+    elif decision.op_class != "keep":
+        decision = decision._replace(format=_format(written), reason=DERIVED)
+    return planned(
+        decision,
         equation.name,
-        f"{path} {unstable.source_line(equation.own)}".strip(),
-        decision.op_class,
-        _format(written) if computes else AS_WRITTEN,
-        DERIVED if computes else decision.reason if in_region else OUTSIDE,
+        f"{path} {unstable.source_line(equation.own)}",
+        moved=sum(map(_bytes, avals)),
+        moved_float32=sum(_bytes_widened(aval) if in_region else _bytes(aval) for aval in avals),
         times=equation.times,
-        bytes_moved=sum(map(_bytes, avals)),
-        bytes_moved_float32=sum(_bytes_widened(aval) if in_region else _bytes(aval) for aval in avals),
     )
 
 

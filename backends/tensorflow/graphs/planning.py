@@ -17,8 +17,8 @@ from polyamp.backends.tensorflow.graphs.decisions import Pass, TypedNode
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Places
 from polyamp.backends.tensorflow.graphs.values import is_number
 from polyamp.backends.tensorflow.graphs.writing import RESULT, Body, Writer
-from polyamp.flow import AS_WRITTEN
-from polyamp.plan import Plan, PlannedOperation
+from polyamp.flow import Decision
+from polyamp.plan import Plan, PlannedOperation, planned
 
 One = TypeVar("One")
 UNLISTED = frozenset({"Const", "NoOp", "Placeholder", "VarHandleOp"})
@@ -64,21 +64,14 @@ class PlanBuilder:
         casts, anew = len(self._body.casts), len(self._body.anew)
         self._body.inputs(decided)
         new_casts, new_anew = _newest(self._body.casts, casts), _newest(self._body.anew, anew)
-        bytes_cast = self._size((value, known[value].dtype) for value, _ in new_casts)
-        again = {value for one in new_anew for value in (*one.inputs, *one.outputs)}
-        return PlannedOperation(
-            decided.operation,
+        again = [(value, FLOAT32) for value in {value for one in new_anew for value in (*one.inputs, *one.outputs)}]
+        return planned(
+            decided.decision,
             node.op,
             self._places.of(self._decisions.scopes.path_of(node), node.name),
-            decided.decision.op_class,
-            decided.decision.format,
-            decided.decision.reason,
-            casts=len(new_casts),
-            bytes_cast=bytes_cast,
-            bytes_moved=(self._size([*inputs, *outputs]) if _moves(decided) else 0)
-            + bytes_cast
-            + self._size([*new_casts, *((value, FLOAT32) for value in again)]),
-            bytes_moved_float32=self._moved_float32(decided) if _moves(decided) else 0,
+            casts=self._bytes_of(new_casts),
+            moved=self._size([*inputs, *outputs, *again] if _moves(decided) else again),
+            moved_float32=self._moved_float32(decided) if _moves(decided) else 0,
         )
 
     def _moved_float32(self, decided: TypedNode) -> int:
@@ -90,20 +83,14 @@ class PlanBuilder:
         return self._size(zip([*node.inputs, *node.outputs], types, strict=True))
 
     def _result_cast(self, value: str, casts: Iterable[tuple[str, int]]) -> PlannedOperation:
-        decisions = self._decisions
-        maker = decisions.graph.maker.get(value)
-        before = self._size([(value, decisions.known[value].dtype)])
-        return PlannedOperation(
-            "cast",
-            "Cast",
-            decisions.scopes.path_of(maker) if maker else decisions.scopes.path,
-            "keep",
-            AS_WRITTEN,
-            "a function's result is float32",
-            casts=1,
-            bytes_cast=before,
-            bytes_moved=before + self._size(casts),
-        )
+        scopes, maker = self._decisions.scopes, self._decisions.graph.maker.get(value)
+        decision, path = Decision("cast", "keep", "a function's result is float32"), scopes.path
+        return planned(decision, "Cast", scopes.path_of(maker) if maker else path, casts=self._bytes_of(casts))
+
+    def _bytes_of(self, casts: Iterable[tuple[str, int]]) -> list[tuple[int, int]]:
+        """Return the bytes before and after each cast of a value to a type."""
+        known = self._decisions.known
+        return [(self._size([(value, known[value].dtype)]), self._size([(value, to)])) for value, to in casts]
 
     def _size(self, typed: Iterable[tuple[str, int]]) -> int:
         """Return the bytes of values in these types."""

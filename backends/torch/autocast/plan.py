@@ -27,7 +27,7 @@ from polyamp.backends.torch.recording.widening import crosses_16_bits, tensors
 from polyamp.backends.torch.user_code import users_line
 from polyamp.errors import InvalidValueError
 from polyamp.flow import AS_WRITTEN, NO_FLOATS, TABLE, Decision
-from polyamp.plan import Plan, PlannedOperation
+from polyamp.plan import Plan, PlannedOperation, planned
 from polyamp.policies import Policy
 from polyamp.rules import unused
 
@@ -154,20 +154,17 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
         decision = self._policy.decide(operator.name, path)
         if decision.op_class == "keep":
             format_name = AS_WRITTEN
+        reason = _reason(decision, format_name, results[0].device.type, self._policy)
         used = {key for key in map(unstable.storage_of, given) if key in self._casts}
         casts = [self._casts.pop(key) for key in used if key is not None]
         self.operations.append(
-            PlannedOperation(
-                operator.name,
+            planned(
+                decision._replace(format=format_name, reason=reason),
                 operator.native,
-                f"{path} {users_line()}".strip(),
-                decision.op_class,
-                format_name,
-                _reason(decision, format_name, results[0].device.type, self._policy),
-                casts=len(casts),
-                bytes_cast=sum(before for before, _ in casts),
-                bytes_moved=_bytes([*given, *results]) + sum(map(sum, casts)),
-                bytes_moved_float32=_bytes([*given, *results], wide=True),
+                f"{path} {users_line()}",
+                casts=casts,
+                moved=_bytes([*given, *results]),
+                moved_float32=_bytes([*given, *results], wide=True),
             )
         )
 

@@ -17,8 +17,8 @@ from polyamp.backends.torch.dtypes import name_of
 from polyamp.backends.torch.graphs.graph import line_of, native_name, path_of
 from polyamp.backends.torch.graphs.values import Known
 from polyamp.backends.torch.unstable import hint
-from polyamp.flow import AS_WRITTEN, Decision
-from polyamp.plan import PlannedOperation
+from polyamp.flow import Decision
+from polyamp.plan import PlannedOperation, planned
 
 Casts = Iterable[tuple[Known, torch.dtype]]
 
@@ -27,39 +27,28 @@ def plan_entry(node: Node, decision: Decision, inputs: Sequence[Known], known: K
     """Return a plan's entry for an operation, with the casts that were made for it."""
     cast = {id(source.node): dtype for source, dtype in made}
     read = sum(_bytes(one.fake, cast.get(id(one.node))) for one in inputs)
-    count, before, traffic = _traffic(made)
-    return PlannedOperation(
-        decision.operation,
+    return planned(
+        decision,
         native_name(node),
         _place(node),
-        decision.op_class,
-        decision.format,
-        decision.reason,
-        casts=count,
-        bytes_cast=before,
-        bytes_moved=read + _bytes(known.fake) + traffic,
-        bytes_moved_float32=sum(_bytes(one.declared) for one in inputs) + _bytes(known.declared),
+        casts=_bytes_of_casts(made),
+        moved=read + _bytes(known.fake),
+        moved_float32=sum(_bytes(one.declared) for one in inputs) + _bytes(known.declared),
     )
 
 
 def result_entry(known: Known, made: Casts) -> PlannedOperation:
     """Return a plan's entry for the cast of a result to its declared dtype."""
-    count, before, traffic = _traffic(made)
-    reason = f"a result is {name_of(known.declared.dtype)}"
-    place = _place(known.node)
-    return PlannedOperation(
-        "cast", "to", place, "keep", AS_WRITTEN, reason, casts=count, bytes_cast=before, bytes_moved=traffic
-    )
+    decision = Decision("cast", "keep", f"a result is {name_of(known.declared.dtype)}")
+    return planned(decision, "to", _place(known.node), casts=_bytes_of_casts(made))
 
 
 def _place(node: Node) -> str:
-    return f"{path_of(node)} {line_of(node)}".strip()
+    return f"{path_of(node)} {line_of(node)}"
 
 
-def _traffic(made: Casts) -> tuple[int, int, int]:
-    """Return the number of casts, the bytes before them, and the bytes that they read and write."""
-    pairs = [(_bytes(source.fake), _bytes(source.fake, dtype)) for source, dtype in made]
-    return len(pairs), sum(before for before, _ in pairs), sum(map(sum, pairs))
+def _bytes_of_casts(made: Casts) -> list[tuple[int, int]]:
+    return [(_bytes(source.fake), _bytes(source.fake, dtype)) for source, dtype in made]
 
 
 def _bytes(fakes: Any, dtype: torch.dtype | None = None) -> int:

@@ -369,6 +369,17 @@ def missing(package: str, *, extra: str) -> MissingFrameworkError:
     )
 
 
+@contextmanager
+def importing(package: str, *, extra: str) -> Iterator[None]:
+    """Name the extra if a package is not installed; a module that it lacks itself is another error."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise missing(package, extra=extra) from error
+
+
 def missing_trainer(error: ModuleNotFoundError, *, where: str) -> MissingFrameworkError:
     """Return the error for a plugin whose trainer is not installed."""
     package = str(error.name).partition(".")[0]

@@ -12,13 +12,11 @@
 (1.0, {'w': Array([0.75, 0.75], dtype=float32)})
 """
 
-from polyamp.errors import missing
+from polyamp.errors import importing
 from polyamp.rewriting import explain, rewrite
 
-try:
+with importing("jax", extra="jax"):
     import jax  # noqa: F401
-except ModuleNotFoundError as error:
-    raise missing("jax", extra="jax") from error
 
 from polyamp.backends.jax.adapter import adapter
 from polyamp.backends.jax.casting import cast

@@ -7,14 +7,12 @@ from typing import Any
 
 from polyamp.backends.jax.optimizer import Step
 from polyamp.backends.jax.state import state_type
-from polyamp.errors import check_master_weights, missing, no_method, no_optimizer, wrapped_already
+from polyamp.errors import check_master_weights, importing, no_method, no_optimizer, wrapped_already
 from polyamp.policies import Policy
 from polyamp.settings import LossScale
 
-try:
+with importing("optax", extra="jax"):
     import optax
-except ModuleNotFoundError as error:
-    raise missing("optax", extra="jax") from error
 
 
 class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types

@@ -9,12 +9,10 @@ makes ``fit`` guard the statistics of every model.
 (True, 65536.0)
 """
 
-from polyamp.errors import missing
+from polyamp.errors import importing
 
-try:
+with importing("keras", extra="keras"):
     import keras  # noqa: F401
-except ModuleNotFoundError as error:
-    raise missing("keras", extra="keras") from error
 
 from polyamp.backends.keras.adapter import adapter
 from polyamp.backends.keras.callbacks import HealthCallback

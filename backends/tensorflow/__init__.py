@@ -9,12 +9,10 @@
 import functools
 
 from polyamp import rewriting
-from polyamp.errors import missing
+from polyamp.errors import importing
 
-try:
+with importing("tensorflow", extra="tensorflow"):
     import tensorflow  # noqa: F401
-except ModuleNotFoundError as error:
-    raise missing("tensorflow", extra="tensorflow") from error
 
 from polyamp.backends.tensorflow.adapter import adapter
 from polyamp.backends.tensorflow.autocast.context import autocast_context

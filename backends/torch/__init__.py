@@ -9,12 +9,10 @@ True
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from polyamp.errors import missing
+from polyamp.errors import importing
 
-try:
+with importing("torch", extra="torch"):
     import torch  # noqa: F401
-except ModuleNotFoundError as error:
-    raise missing("torch", extra="torch") from error
 
 from polyamp.backends.torch.adapter import adapter
 from polyamp.backends.torch.autocast.context import autocast

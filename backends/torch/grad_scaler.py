@@ -25,7 +25,7 @@ from polyamp.backends.torch.refusals import scaled_twice
 from polyamp.backends.torch.saving import FIX, bad_state
 from polyamp.backends.torch.scale import LossScaler
 from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping, not_traced
-from polyamp.errors import InvalidValueError, UsageError, shown, warn_once, wrong_type
+from polyamp.errors import InvalidValueError, UsageError, is_number, shown, warn_once, wrong_type
 from polyamp.libraries import write
 from polyamp.scale import StepResult, on_host
 from polyamp.settings import LossScale, LossScaleState
@@ -101,7 +101,8 @@ class GradScaler(torch.amp.GradScaler):
         if not enabled:
             settings = LossScale.none()
         elif loss_scale is None:
-            settings = LossScale.like("torch", min=min(LossScale().min, init_scale), max=max(2.0**24, init_scale),
+            asked = [init_scale] if is_number(init_scale) else []
+            settings = LossScale.like("torch", min=min(LossScale().min, *asked), max=max(2.0**24, *asked),
                                       init=init_scale, growth=growth_factor, backoff=backoff_factor,
                                       interval=growth_interval)  # fmt: skip
         else:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.kernels.control import LateValues
 from polyamp.errors import InvalidTypeError, shown
 from polyamp.scale import StepResult
@@ -89,9 +89,14 @@ def select(applied: Any, new: Any, old: Any) -> Any:
         applied: an optimizer's ``last_step``, a bool or a boolean scalar tensor.
         new: tensors in dicts, lists and tuples.
         old: the same, of the same shapes and dtypes.
+
+    Raises:
+        InvalidTypeError: ``new`` and ``old`` differ in structure.
     """
+    if pytree.tree_structure(new) != pytree.tree_structure(old):
+        fix = "pass the same state before and after the step"
+        raise InvalidTypeError("new and old values differ in structure", where="select(applied, new, old)", fix=fix)
     flag = applied.flag if isinstance(applied, StepResult) else applied
     if not isinstance(flag, Tensor):
         return new if flag else old
-    kept = iter(list(leaves(old)))
-    return map_leaves(lambda tensor: torch.where(flag.to(tensor.device), tensor, next(kept)), new)
+    return pytree.tree_map(lambda one, other: torch.where(flag.to(one.device), one, other), new, old)

@@ -71,15 +71,20 @@ def test_without_frameworks_doctor_and_demo_say_how_to_get_each() -> None:
         assert f'pip install "polyamp[{name}]"' in demo.stdout
 
 
-def test_a_broken_framework_is_named_and_the_others_are_shown() -> None:
-    broken = WITHOUT_FRAMEWORKS.replace(
-        "        if", "        if name == 'jax': raise OSError('no libcuda')\n        if"
-    )
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        ("OSError('no libcuda')", "OSError: no libcuda"),
+        ("ModuleNotFoundError('no jax.own', name='jax.own')", "ModuleNotFoundError: no jax.own"),
+    ],
+)
+def test_a_broken_framework_is_named_and_the_others_are_shown(error: str, said: str) -> None:
+    broken = WITHOUT_FRAMEWORKS.replace("        if", f"        if name == 'jax': raise {error}\n        if")
     command = [sys.executable, "-c", broken]
     doctor, demo = (subprocess.run([*command, name], capture_output=True, text=True) for name in ("doctor", "demo"))
     assert (doctor.returncode, demo.returncode) == (0, 1)
     for done in (doctor, demo):
-        assert "jax does not load: OSError: no libcuda" in done.stdout
+        assert f"jax does not load: {said}" in done.stdout
         assert 'pip install "polyamp[torch]"' in done.stdout
         assert "Traceback" not in done.stderr
 

@@ -132,14 +132,24 @@ def test_fit_trains_and_compile_leaves_the_wrapped_optimizer_alone() -> None:
     assert all(np.isfinite(weights).all() for weights in model.get_weights())
 
 
-def test_a_keras_file_keeps_every_field_and_the_slots(tmp_path: Path) -> None:
+def loaded_into_a_new_model(path: Path) -> keras.Model:
+    """A model with a ``compile`` of its own is loaded without its optimizer, and gets it so."""
+    model, _, _ = model_and_data()
+    model.compile(wrapped("adam", loss_scale=LossScale(interval=4, hysteresis=2)), "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.load_weights(path)
+    return model
+
+
+@pytest.mark.parametrize("load", [keras.saving.load_model, loaded_into_a_new_model])
+def test_a_keras_file_keeps_every_field_and_the_slots(load: Any, tmp_path: Path) -> None:
     model, x, y = model_and_data()
     opt = wrapped("adam", loss_scale=LossScale(interval=4, hysteresis=2))
     model.compile(opt, "mse")
     model.fit(x, y, batch_size=16, epochs=2, verbose=0)
     polyamp.load_loss_scale(opt, polyamp.save_loss_scale(opt) | {"skipped": 7, "good_steps": 2, "hysteresis": 1})
     model.save(tmp_path / "model.keras")
-    again = keras.saving.load_model(tmp_path / "model.keras")
+    again = load(tmp_path / "model.keras")
     assert polyamp.save_loss_scale(again.optimizer) == polyamp.save_loss_scale(opt)
     pairs = zip(again.optimizer.variables, opt.variables, strict=True)
     assert all(np.array_equal(to_numpy(one), to_numpy(other)) for one, other in pairs)

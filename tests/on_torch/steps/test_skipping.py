@@ -2,6 +2,7 @@
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from polyamp import LossScale, StepResult
 from polyamp.backends.torch import AppliedSteps, LossScaledOptimizer, select
 from polyamp.errors import InvalidTypeError
 from support.harness_torch import skipping_on_device
+
+ONE = torch.ones(2)
 
 
 def make(on_device: bool) -> tuple[torch.Tensor, LossScaledOptimizer]:
@@ -61,6 +64,12 @@ def test_an_average_stands_still_in_skipped_steps(on_device: bool) -> None:
 @pytest.mark.parametrize("applied", [True, torch.tensor(True), StepResult(LossScale().initial_state())])
 def test_select_takes_flags_of_every_kind(applied: object) -> None:
     assert torch.equal(select(applied, torch.ones(2), torch.zeros(2)), torch.ones(2))
+
+
+@pytest.mark.parametrize("old", [{"weight": [ONE]}, {"bias": ONE}, [ONE], {}])
+def test_select_refuses_states_of_another_structure(old: Any) -> None:
+    with pytest.raises(InvalidTypeError, match="structure"):
+        select(torch.tensor(True), {"weight": ONE}, old)
 
 
 def test_what_is_no_schedule_is_refused() -> None:

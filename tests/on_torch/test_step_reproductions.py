@@ -34,6 +34,12 @@ def right_or_refused(program: Program) -> Program:
     return program
 
 
+def train(opt: Any, loss: torch.Tensor, **options: Any) -> None:
+    opt.backward(loss, **options)
+    opt.step()
+    opt.zero_grad()
+
+
 # --- losses that reach parameters of several optimizers ---------------------------------------------------------------
 
 
@@ -113,9 +119,7 @@ def shares_one_parameter_between_optimizers_wrapped_apart(wrap: Any, p: Any, q: 
 def shares_one_parameter_with_an_optimizer_that_does_not_clear(wrap: Any, p: Any, q: Any, r: Any) -> None:
     a, _ = wrap(sgd(p, q), loss_scale=GROWS), wrap(sgd(r, q))
     for loss in (lambda: S(p) + S(r), lambda: S(p) + S(q) + S(r)):
-        a.backward(loss())
-        a.step()
-        a.zero_grad()
+        train(a, loss())
 
 
 @right_or_refused
@@ -149,9 +153,7 @@ def adds_a_group_with_a_gradient_after_a_loss_that_was_partly_scaled(wrap: Any, 
 @right_or_refused
 def shares_one_parameter_whose_gradient_is_set_by_hand(wrap: Any, p: Any, q: Any) -> None:
     a, b = wrap(sgd(p), loss_scale=GROWS), wrap(sgd(q, p), loss_scale=GROWS)
-    a.backward(S(p))
-    a.step()
-    a.zero_grad()
+    train(a, S(p))
     p.grad = torch.ones_like(p)
     a.step(scaled=False)
     b.step()
@@ -169,9 +171,7 @@ def shares_one_parameter_and_clears_the_other_by_hand(wrap: Any, p: Any, q: Any,
 @right_or_refused
 def clears_one_of_two_gradients_that_nobody_scaled(wrap: Any, p: Any, q: Any) -> None:
     opt = wrap(sgd(p, q), loss_scale=GROWS)
-    opt.backward(S(p) + S(q))
-    opt.step()
-    opt.zero_grad()
+    train(opt, S(p) + S(q))
     (S(p) + S(q)).backward()
     p.grad = None
     opt.backward(S(p) + S(q))
@@ -184,9 +184,7 @@ def clears_one_of_two_gradients_that_nobody_scaled(wrap: Any, p: Any, q: Any) ->
 @right_or_refused
 def sums_losses_of_two_scales(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p), loss_scale=GROWS)
-    opt.backward(S(p), loss_id="aux")
-    opt.step()
-    opt.zero_grad()
+    train(opt, S(p), loss_id="aux")
     (opt.scale(S(p)) + opt.scale(S(p), loss_id="aux")).backward()
     opt.step()
 
@@ -194,9 +192,7 @@ def sums_losses_of_two_scales(wrap: Any, p: Any) -> None:
 @right_or_refused
 def scales_two_losses_before_it_differentiates_either(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p), loss_scale=GROWS)
-    opt.backward(S(p), loss_id="aux")
-    opt.step()
-    opt.zero_grad()
+    train(opt, S(p), loss_id="aux")
     main, aux = opt.scale(S(p)), opt.scale(S(p), loss_id="aux")
     main.backward()
     aux.backward()
@@ -207,9 +203,7 @@ def scales_two_losses_before_it_differentiates_either(wrap: Any, p: Any) -> None
 def differentiates_a_loss_that_was_scaled_before_the_last_step(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p), loss_scale=GROWS)
     earlier = opt.scale(S(p))
-    opt.backward(S(p))
-    opt.step()
-    opt.zero_grad()
+    train(opt, S(p))
     earlier.backward()
     opt.backward(S(p))
     opt.step()
@@ -218,9 +212,7 @@ def differentiates_a_loss_that_was_scaled_before_the_last_step(wrap: Any, p: Any
 @right_or_refused
 def clears_between_scaling_and_differentiating_and_adds_another_loss(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p), loss_scale=GROWS)
-    opt.backward(S(p), loss_id="aux")
-    opt.step()
-    opt.zero_grad()
+    train(opt, S(p), loss_id="aux")
     scaled = opt.scale(S(p))
     opt.zero_grad()
     scaled.backward()
@@ -344,9 +336,7 @@ def clamps_the_weights(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p))
     for _ in range(2):
         p.data.clamp_(-0.25, 0.25)
-        opt.backward(S(p))
-        opt.step()
-        opt.zero_grad()
+        train(opt, S(p))
 
 
 @right
@@ -521,9 +511,7 @@ def goes_on_after_a_refusal_without_its_first_parameter(wrap: Any, p: Any, q: An
     opt.zero_grad()
     p.requires_grad_(False)
     for _ in range(3):
-        opt.backward(S(q))
-        opt.step()
-        opt.zero_grad()
+        train(opt, S(q))
 
 
 @right
@@ -550,9 +538,7 @@ def unscales_gradients_by_hand_and_adds_a_loss(wrap: Any, p: Any) -> None:
     for scaled in (True, False):
         p.grad = torch.full_like(p, 2.0 * opt.loss_scale if scaled else 2.0)
         opt.unscale_(scaled=scaled)
-        opt.backward(S(p))
-        opt.step()
-        opt.zero_grad()
+        train(opt, S(p))
 
 
 @right
@@ -614,18 +600,14 @@ def unscales_and_clips_and_adds_losses(wrap: Any, p: Any, q: Any) -> None:
         opt.unscale_()
         opt.backward(2 * S(q), loss_id)
         opt.clip_grad_norm_(1.0)
-        opt.backward(S(q))
-        opt.step()
-        opt.zero_grad()
+        train(opt, S(q))
 
 
 @right
 def clips_at_every_step(wrap: Any, p: Any, q: Any) -> None:
     opt = wrap(sgd(p, q, momentum=0.5), max_grad_norm=1.0)
     for factor in (8.0, 0.25, math.inf, 1.0):
-        opt.backward(factor * S(p) + S(q))
-        opt.step()
-        opt.zero_grad()
+        train(opt, factor * S(p) + S(q))
 
 
 @right
@@ -667,26 +649,20 @@ def freezes_and_adds_parameters(wrap: Any, p: Any, q: Any, r: Any) -> None:
         if turn == 2:
             r.grad = None
             opt.add_param_group({"params": [r]})
-        opt.backward(S(p) + S(q) + S(r))
-        opt.step()
-        opt.zero_grad()
+        train(opt, S(p) + S(q) + S(r))
 
 
 @right
 def trains_again_after_a_loss_that_is_not_finite(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p, momentum=0.5))
     for factor in (1.0, math.inf, 1.0, math.nan, 1.0):
-        opt.backward(S(p) * factor)
-        opt.step()
-        opt.zero_grad()
+        train(opt, S(p) * factor)
 
 
 @right
 def steps_on_gradients_by_hand_after_a_loss_that_is_not_finite(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p))
-    opt.backward(S(p) * math.inf)
-    opt.step()
-    opt.zero_grad()
+    train(opt, S(p) * math.inf)
     p.grad = torch.ones_like(p)
     opt.step(scaled=False)
 
@@ -750,9 +726,7 @@ def trains_again_after_a_gradient_that_is_not_finite(wrap: Any, p: Any, q: Any) 
 def skips_for_an_infinite_loss_of_finite_gradients(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p))
     for added in (0.0, math.inf, 0.0):
-        opt.backward(S(p) + added)
-        opt.step()
-        opt.zero_grad()
+        train(opt, S(p) + added)
 
 
 def compiles_the_step(wrap: Any, p: Any, q: Any) -> None:

@@ -112,7 +112,7 @@ def test_a_function_is_recorded_by_the_backend() -> None:
 @pytest.mark.parametrize(
     ("make", "args", "what"),
     [
-        (model_with, (), "takes a batch"),
+        (model_with, (), "not one batch"),
         (lambda: keras.Sequential([layers.Dense(2)]), (X, Y), "no variables yet"),
         (lambda: keras.Sequential([keras.Input((8,)), layers.Dense(2)]), (X, Y), "no loss"),
     ],

@@ -65,19 +65,19 @@ def keep_statistics(model: Any, *optimizers: LossScaledOptimizer) -> Iterator[No
         *optimizers: the wrapped ones that step inside; if there are none, those of the model.
     """
     checking = [one for one in optimizers or _optimizers_of(model) if one.scaler.settings.check]
-    counts = [one.scaler.variables.skipped for one in checking]
     variables = added_weights(model) if checking else []
     if not variables:
         yield
         return
-    old_counts, old = ([ops.copy(value_of(one)) for one in some] for some in (counts, variables))
+    old_counts = [ops.copy(one.scaler.state.skipped) for one in checking]
+    old = [ops.copy(value_of(one)) for one in variables]
     try:
         yield
     except (LossScaleError, NonFiniteLossError):
         for variable, value in zip(variables, old, strict=True):
             variable.assign(value)
         raise
-    was_skipped = skipped(old_counts, list(map(value_of, counts)))
+    was_skipped = skipped(old_counts, [one.scaler.state.skipped for one in checking])
     for variable, value in zip(variables, old, strict=True):
         variable.assign(ops.where(was_skipped, value, value_of(variable)))
 

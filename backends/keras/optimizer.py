@@ -21,6 +21,7 @@ from polyamp.backends.keras.native import (
     update_scope,
 )
 from polyamp.backends.keras.scaler import (
+    SKIPPED,
     LossScaler,
     all_finite,
     excess,
@@ -257,9 +258,9 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
             new: values after the step.
             old: the same values before it.
         """
-        counter = self.scaler.variables.skipped
-        place = next(place for place, variable in enumerate(self.variables) if variable is counter)
-        was_skipped = skipped([before[place]], [after[place]])
+        counters = self.scaler.variables.counters
+        place = next(place for place, variable in enumerate(self.variables) if variable is counters)
+        was_skipped = skipped([before[place][SKIPPED]], [after[place][SKIPPED]])
         return [ops.where(was_skipped, kept, value) for value, kept in zip(new, old, strict=True)]
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
@@ -304,7 +305,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             LossScaleError: from `polyamp.scale.report_limits`.
         """
-        if platform_of(self.scaler.variables.scale) is None:
+        if platform_of(self.scaler.variables.dynamic_scale) is None:
             return StepResult(self.scaler.state)
         state = self.scaler.host_state
         report_limits(self.scaler.settings, state)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops
 
 from polyamp.arrays import divided, followed, select, values_of, widened, with_masters
@@ -23,13 +24,29 @@ from polyamp.backends.keras.native import (
 )
 from polyamp.backends.keras.unstable import is_mapped, layout_of
 from polyamp.errors import InvalidValueError, no_loss
-from polyamp.scale import advance, can_divide, on_host, report_limits, report_nonfinite_loss
+from polyamp.scale import advance, can_divide, report_limits, report_nonfinite_loss
 from polyamp.settings import LossScale, LossScaleState
 from polyamp.unscaled import ScaledLosses
 from polyamp.without_effect import report_missing_scale
 
-_UNKNOWN = LossScaleState(*[None] * len(LossScaleState._fields))
-_NAMES = ("dynamic_scale", "step_counter", *LossScaleState._fields[2:])  # Keras' class has variables with the first two
+
+class Stored(NamedTuple):
+    """A loss-scale state in variables, or their values. Few, because TensorFlow keeps 35 KiB of each for good."""
+
+    dynamic_scale: Any  # Keras' class has variables with the names of these two
+    step_counter: Any
+    counters: Any  # all other counters, in the order of `LossScaleState`
+    overflow_scale: Any
+
+    @classmethod
+    def of(cls, state: LossScaleState) -> Stored:
+        """Return the values to store."""
+        scale, good_steps, *counters, overflow_scale = state
+        return cls(scale, good_steps, counters, overflow_scale)
+
+
+SKIPPED = LossScaleState._fields.index("skipped") - LossScaleState._fields.index("hysteresis")
+"""The place of the number of skipped steps in `Stored.counters`."""
 
 
 class LossScaler:
@@ -40,25 +57,29 @@ class LossScaler:
         self.compute: str | None = None
         self.losses = ScaledLosses()
 
-        def add(name: str, value: float) -> Any:
+        def add(name: str, value: Any) -> Any:
             # Keras' "int" has 32 bits on JAX and 64 elsewhere: TensorFlow keeps 32-bit integers in host memory, where
             # programs that XLA compiled for a GPU cannot reach them.
             dtype = "float32" if isinstance(value, float) else "int"
             initializer = keras.initializers.Constant(value)
             # Aggregation would merge the replicas' values; they compute the same ones and do not need it.
-            return add_variable((), initializer, dtype, aggregation="none", name=name)
+            return add_variable(np.shape(value), initializer, dtype, aggregation="none", name=name)
 
-        self.variables = LossScaleState(*map(add, _NAMES, self.settings.initial_state()))
+        self.variables = Stored(*map(add, Stored._fields, Stored.of(self.settings.initial_state())))
 
     @property
     def state(self) -> LossScaleState:
         """The scalars as tensors; inside traced functions, those of the trace."""
-        return LossScaleState(*map(value_of, self.variables))
+        scale, good_steps, counters, overflow_scale = map(value_of, self.variables)
+        return LossScaleState(*[scale, good_steps, *ops.unstack(counters), overflow_scale])
 
     @property
     def host_state(self) -> LossScaleState:
         """The scalars as Python numbers. Waits for the device."""
-        return on_host(self.state)
+        scale, good_steps, counters, overflow_scale = map(value_of, self.variables)
+        scale = float(scale)  # inside traced functions this is the framework's error
+        counters = ops.convert_to_numpy(counters).tolist()
+        return LossScaleState(*[scale, int(good_steps), *counters, float(overflow_scale)])
 
     def scale(self, loss: Any) -> Any:
         """Return a loss in float32 (float64 stays) times the loss scale."""
@@ -72,47 +93,51 @@ class LossScaler:
             shown = ops.convert_to_numpy(ops.cast(tensor, "float32"))
             report_nonfinite_loss(self.settings, compute=self.compute, found=shown)
         wide = widened(ops, tensor)
-        scale = value_of(self.variables.scale)
-        is_one_of_several = is_mapped(self.variables.scale) or in_strategy()  # states, as in pure functions on JAX
+        scale = value_of(self.variables.dynamic_scale)
+        is_one_of_several = (
+            is_mapped(self.variables.dynamic_scale) or in_strategy()
+        )  # states, as in pure functions on JAX
         self.losses.note(place_of(scale), None if is_one_of_several else ops.copy(scale), finite)
         return wide * ops.cast(ops.where(finite, scale, ops.full_like(scale, float("inf"))), wide.dtype)
 
     def note_by_hand(self) -> None:
         """Record that the scale was read, perhaps to multiply a loss by it."""
-        self.losses.note_by_hand(place_of(value_of(self.variables.scale)))
+        self.losses.note_by_hand(place_of(value_of(self.variables.dynamic_scale)))
 
     def unscale(self, grads: Sequence[Any]) -> list[Any]:
         """Return gradients divided by the loss scale, in float32 or wider."""
         if not self.settings.check:
             return list(grads)
-        scale = value_of(self.variables.scale)
+        scale = value_of(self.variables.dynamic_scale)
         if self.settings.scales:
-            scale = self.losses.claim(place_of(scale), scale, is_scaled(grads, self.variables.scale))
+            scale = self.losses.claim(place_of(scale), scale, is_scaled(grads, self.variables.dynamic_scale))
         return divided(ops, grads, scale)
 
     @property
     def can_divide(self) -> Any:
         """Whether gradients can be unscaled; scalar bool."""
-        return can_divide(value_of(self.variables.scale))
+        return can_divide(value_of(self.variables.dynamic_scale))
 
     def advance(self, finite: Any) -> None:
         """Advance the state after a step. On the CPU, outside traced functions, also report the limits."""
         if platform_of(finite) != "cpu":
-            self._assign(advance(self.settings, self.state, finite, functools.partial(select, ops, "int")))
+            after = Stored.of(advance(self.settings, self.state, finite, functools.partial(select, ops, "int")))
+            counters = ops.stack([ops.cast(one, self.variables.counters.dtype) for one in after.counters])
+            self._assign(after._replace(counters=counters))
             return
         before = self.host_state  # Python's arithmetic takes a hundredth of the time of eager operations
         state = advance(self.settings, before, bool(finite))
-        self._assign(state, before)
+        self._assign(Stored.of(state), Stored.of(before))
         report_limits(self.settings, state)
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Continue from the result of `LossScale.to_state_dict`, which documents the errors."""
-        self._assign(self.settings.from_state_dict(saved))
+        self._assign(Stored.of(self.settings.from_state_dict(saved)))
 
-    def _assign(self, state: LossScaleState, known: LossScaleState = _UNKNOWN) -> None:
-        """Assign the values that differ from the known ones."""
-        for variable, value, old in zip(self.variables, state, known, strict=True):
-            if value != old:
+    def _assign(self, state: Stored, before: Stored | None = None) -> None:
+        """Assign the values that differ from those before, if these are known."""
+        for place, (variable, value) in enumerate(zip(self.variables, state, strict=True)):
+            if before is None or value != before[place]:
                 variable.assign(value)
 
 

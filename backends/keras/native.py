@@ -56,7 +56,7 @@ def cast(tree: Any, format_name: str) -> Any:
     """Return ``tree`` with its floating-point variables and tensors in a format; variables become tensors.
 
     >>> done = cast({"w": keras.Variable([1.0, 2.0]), "steps": ops.array(3), "name": "a"}, "float16")
-    >>> standardize_dtype(done["w"].dtype), standardize_dtype(done["steps"].dtype), done["name"]
+    >>> *(keras.backend.standardize_dtype(done[key].dtype) for key in ("w", "steps")), done["name"]
     ('float16', 'int32', 'a')
 
     Args:

@@ -101,7 +101,8 @@ def warn_once(message: str, *, category: type[PolyampWarning] = PolyampWarning) 
 
 
 _INSTALLED = (os.path.dirname(warnings.__file__), "site-packages", "dist-packages")
-_OWN = (os.path.dirname(__file__), os.path.realpath(os.path.join(os.path.dirname(__file__), "backends")))
+_HERE = os.path.dirname(__file__)
+_OWN = (os.path.join(_HERE, ""), os.path.join(os.path.realpath(os.path.join(_HERE, "backends")), ""))
 
 
 def is_users(file: str) -> bool:
@@ -115,10 +116,10 @@ def _users_level() -> int:
     frame, level, outside = sys._getframe(1), 1, 0
     while frame.f_back is not None:
         frame, level = frame.f_back, level + 1
-        if frame.f_globals.get("__name__", "").partition(".")[0] != "polyamp":
+        if is_users(frame.f_code.co_filename):
+            return level
+        if not frame.f_code.co_filename.startswith(_OWN):
             outside = outside or level
-            if not any(part in frame.f_code.co_filename for part in _INSTALLED):
-                return level
     return outside or level
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from polyamp import errors
 from polyamp.diagnosis.comparison import Run
 from polyamp.diagnosis.parity import add_run, read_runs
 from polyamp.errors import InvalidValueError, forget_warnings
@@ -56,6 +57,13 @@ def test_a_report_points_past_an_installed_trainer_at_the_script_that_called_it(
     exec(code, trainer)
     [(_, file)] = shown_by(trainer["fit"], report_nothing_lowered, "rewrite", "float16", where="step")
     assert file == __file__
+
+
+def test_a_folder_whose_name_begins_as_the_package_s_is_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Path(errors.__file__).parent
+    monkeypatch.setattr(errors, "_INSTALLED", ())  # as in a checkout
+    assert errors.is_users(f"{package}_demo/train.py")
+    assert not errors.is_users(f"{package}/verbs.py")
 
 
 def test_a_rule_of_an_unknown_policy_is_reported_too() -> None:

@@ -52,7 +52,7 @@ class Event(NamedTuple):
 def device_events(run: Callable[[], Any]) -> list[Event]:
     """Return the work that ``run`` started on the GPU, as the profiler names it, without ranges that programs mark."""
     settle()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiled:
         run()
         settle()
     return [

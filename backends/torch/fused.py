@@ -86,8 +86,7 @@ class FusedStep:
             return False
         self._counts_on_device = True
         if optimizer.masters is not None:
-            optimizer.masters.follow(on_device=True)
-            optimizer.masters.clear_gradients()
+            optimizer.masters.clear_gradients()  # the operators' masters follow their parameters
         device = batches[0].device if batches else self._inner.param_groups[0]["params"][0].device
         scale, control = scale_on(scaling.factor, device), scaler.control_on(device)
         grads = [batch.grads() for batch in batches]

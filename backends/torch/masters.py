@@ -136,7 +136,7 @@ class MasterWeights:
         self.update_model()
 
     @torch.no_grad()
-    def follow(self, *, on_device: bool = False) -> None:
+    def follow(self) -> None:
         """Update masters after a write to the model; elements that were not written keep all bits."""
         # A write through ``param.data`` leaves no trace but the values, so these are compared.
         if not self.model:
@@ -144,15 +144,10 @@ class MasterWeights:
         model, masters = [*map(local, self.model)], [*map(local, self.masters)]
         rounded = [torch.empty_like(param) for param in model]
         torch._foreach_copy_(rounded, masters)
-        if not on_device and all(param.device.type == "cpu" for param in model):
-            for param, master, low in zip(model, masters, rounded, strict=True):
-                # As integers, large tensors are compared several times as fast.
-                pair = (param, low) if low.numel() < 1024 else (param.view(torch.int16), low.view(torch.int16))
-                if not torch.equal(*pair):
-                    master.copy_(torch.where(param == low, master, param.float()))
-            return
-        for param, master, low in zip(model, masters, rounded, strict=True):  # without waiting for the device
-            torch.where(param == low, master, param.float(), out=master)
+        for param, master, low in zip(model, masters, rounded, strict=True):
+            is_changed = param.view(torch.int16) != low.view(torch.int16)  # as integers several times as fast
+            if param.device.type != "cpu" or is_changed.any():  # without waiting for the device
+                torch.where(is_changed, param.float(), master, out=master)
 
 
 def make_masters(inner: torch.optim.Optimizer, wanted: bool | None) -> MasterWeights | None:

@@ -411,7 +411,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """Test, unscale and clip. The tensor is 1.0 if a rank has a gradient that is not finite, else 0.0."""
         limit, was_unscaled = self.max_grad_norm, self.witness.is_unscaled
         checks = scaling.scaler.settings.check or self.checks
-        gradients, found = self._take(on_device=operators is not None), None
+        gradients, found = self._take(), None
         if operators is not None and checks and not was_unscaled and limit is not None and self.norm_group is None:
             found = operators.unscale_and_clip(gradients, scaling.factor, limit)
         bad = self._unscale(gradients, scaling, checks=checks) if found is None else found
@@ -491,11 +491,11 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             or self.findings.partners is not None
         )
 
-    def _take(self, *, remember: bool = False, on_device: bool = False) -> Gradients:
+    def _take(self, *, remember: bool = False) -> Gradients:
         """Return the gradients of the parameters in the groups, which masters take from the model's."""
         masters, witness = self.masters, self.witness
         if masters is not None:
-            masters.follow(on_device=on_device)
+            masters.follow()
             if not witness.is_unscaled:
                 masters.take_gradients(remember=remember)
             elif witness.model_scaling is not None:

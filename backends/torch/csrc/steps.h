@@ -23,12 +23,18 @@ struct Plain {  // float32
 };
 
 template <class Format>
-struct Master {  // 16 bits, whose old values are not even read, with float32 masters
+struct Master {  // 16 bits, with float32 masters
   using Param = Format;
 
+  // A parameter is its master rounded. Where it is not, somebody wrote to it since the last step, and its value counts.
   template <class Lanes>
-  POLYAMP_EVERYWHERE static void load(const Lanes& lanes, const void*, const void* master, float (&values)[kVector]) {
+  POLYAMP_EVERYWHERE static void load(const Lanes& lanes, const void* param, const void* master,
+                                      float (&values)[kVector]) {
+    const auto packed = lanes.template read<typename Format::Bits>(param);
     lanes.template load<Float32>(master, values);
+    POLYAMP_UNROLL
+    for (int i = 0; i < kVector; ++i)
+      if (packed.get(i) != Format::narrow(values[i])) values[i] = Format::widen(packed.get(i));
   }
 
   template <class Lanes>
@@ -53,15 +59,17 @@ template <class Rule, class Kept, class Lanes, class GradLanes>
 POLYAMP_EVERYWHERE void step_eight(const StepTable<Rule>& table, uint32_t tensor, const Lanes& lanes,
                                    const GradLanes& grad_lanes, const typename Rule::Coefficients& coefficients) {
   const auto& data = table.tensors.data;
-  float values[kVector], grads[kVector], moments[Rule::kMoments][kVector] = {};
+  using Param = typename Kept::Param;
+  float values[kVector], moments[Rule::kMoments][kVector] = {};
   Kept::load(lanes, data[kParam][tensor], data[kMaster][tensor], values);
-  grad_lanes.template load<typename Kept::Param>(data[kGrad][tensor], grads);
+  const auto grads = grad_lanes.template read<typename Param::Bits>(data[kGrad][tensor]);  // packed: fewer registers
   POLYAMP_UNROLL
   for (int m = 0; m < Rule::kMoments; ++m)
     if (!Rule::kMayLackMoments || data[kMoment + m][tensor])
       lanes.template load<Float32>(data[kMoment + m][tensor], moments[m]);
   POLYAMP_UNROLL
-  for (int i = 0; i < kVector; ++i) values[i] = Rule::update(values[i], grads[i], moments, i, coefficients);
+  for (int i = 0; i < kVector; ++i) 
+    values[i] = Rule::update(values[i], Param::widen(grads.get(i)), moments, i, coefficients);
   POLYAMP_UNROLL
   for (int m = 0; m < Rule::kMoments; ++m)
     if (!Rule::kMayLackMoments || data[kMoment + m][tensor])

@@ -111,11 +111,12 @@ def _step(
     factor, applied = _factor(scale, stats, numbers.max_norm)
     group_rules = [kind._make(row[: len(kind._fields)]) for row in _rules(rules, lrs)]
     for index, group in enumerate(groups.tolist()):
-        param, values, before = params[index], (masters or params)[index], [state[index] for state in states]
+        param, before = params[index], [state[index] for state in states]
+        values = followed(masters[index], param) if masters else param
         new, *after = update(group_rules[group], values, grads[index].float() * factor, *before)
         param.copy_(torch.where(applied, new.to(param.dtype), param))  # a skipped step keeps the bits
         if masters:
-            masters[index].copy_(torch.where(applied, new, values))
+            masters[index].copy_(torch.where(applied, new, masters[index]))
         for state, value in zip(before, after, strict=True):
             state.copy_(torch.where(applied, value, state))
     if numbers.advance:  # as the last block of a kernel does
@@ -123,6 +124,12 @@ def _step(
     report.zero_()
     report[:APPLIED] = control[:APPLIED]
     report[APPLIED], report[LOSSES_FINITE] = applied, stats[2] == 0
+
+
+def followed(master: Tensor, param: Tensor) -> Tensor:
+    """Return a master, with the parameter's value where the parameter is not the master rounded: it was written to."""
+    is_changed = param.view(torch.int16) != master.to(param.dtype).view(torch.int16)
+    return torch.where(is_changed, param.float(), master)
 
 
 # Each product and sum is rounded to float32 separately, in the order of the kernels (csrc/update_rules.h): the CPU

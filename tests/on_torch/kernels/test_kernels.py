@@ -97,6 +97,24 @@ def test_low_precision_copies_are_those_of_float32(operators: Any, device: str, 
             assert same([param, master], [value.to(param.dtype), value])
 
 
+@pytest.mark.parametrize("storage", ["float16_master", "bfloat16_master"])
+@rules
+def test_masters_follow_what_was_written_to_their_parameters(
+    operators: Any, device: str, rules: Any, storage: str
+) -> None:
+    problem = Problem(rules, storage, device=device)
+    problem.step(operators)
+    other = problem.copy()
+    for param, master in zip(problem.params, problem.masters, strict=True):
+        written = param.flatten()[::3]
+        param.flatten()[::3] = master.flatten()[::3] = written + 1  # the master of each third element, by hand
+    for param in other.params:
+        param.flatten()[::3] += 1
+    for one in (problem, other):
+        one.step(operators)
+    assert same(problem.bits(), other.bits())
+
+
 @storages
 @rules
 def test_compiled_and_reference_agree(compiled: Any, rules: Any, storage: str) -> None:
@@ -191,10 +209,12 @@ def test_any_count_but_zero_skips(operators: Any, device: str, found: float) -> 
 
 
 def copied(operators: Any, values: Tensor, storage: str) -> Tensor:
-    """The 16-bit copies of float32 values, by a step that leaves those as they are."""
-    problem = Problem([SGD(0.0, 0.0, 0.0, 0)], storage, [tuple(values.shape)], device=values.device.type)
-    problem.masters[0].copy_(values)
-    problem.grads[0].zero_()
+    """The 16-bit copies of float32 values, by a step from zero to them: minus lr times momentum."""
+    problem = Problem([SGD(-1.0, 1.0, 0.0, 0)], storage, [tuple(values.shape)], device=values.device.type)
+    problem.params[0].fill_(-0.0)
+    problem.masters[0].fill_(-0.0)
+    problem.firsts[0].copy_(values)
+    problem.grads[0].fill_(-0.0)  # which keeps the sign of zeros
     problem.step(operators)
     return problem.params[0]
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show of fused steps: no waiting, few launches, graphs, streams, sizes, and the sanitizer.
+"""What only a GPU can show of fused steps: no waiting, few launches, graphs, streams and sizes.
 
 Run with ``--gpu``, after ``python -m polyamp.backends.torch.build`` or where a compiler is found.
 """
@@ -193,8 +193,7 @@ def test_a_tensor_beyond_32_bits(name: str, dtype: torch.dtype, storage: Any, by
     close(huge.detach()[PLACES].cpu(), small.detach())
     before = huge.detach()[PLACES].clone()
     huge.grad[-1] = math.nan
-    opts[0].scale(torch.ones((), device="cuda"))
-    opts[0].step()
+    opts[0].step(scaled=True)
     same(huge.detach()[PLACES], before)
     assert not opts[0].last_step
 

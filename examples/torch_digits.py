@@ -29,9 +29,10 @@ def train(policy, steps=STEPS, report=lambda loss, step: None) -> dict[str, floa
     """Train, and call `report` with the loss and the `StepResult` of every step."""
     torch.set_num_threads(1)  # for images this small, more threads only wait for each other
     digits = load_digits()
-    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(digits.target)
-    model = make_model()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    images = torch.tensor(digits.images, dtype=torch.float32, device=device).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target, device=device)
+    model = make_model().to(device)
     sgd = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
     opt = polyamp.wrap_optimizer(sgd, policy, max_grad_norm=1.0)
     for batch in np.random.default_rng(1).integers(TRAIN, size=(steps, BATCH)):

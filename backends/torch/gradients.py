@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.kernels.control import where
 from polyamp.backends.torch.ranks import OverflowedRanks, any_rank, shard_group
 from polyamp.backends.torch.unstable import have_flattened
 
@@ -96,7 +97,7 @@ class Gradients:
             total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
             factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
             if skipped is not None:
-                factor = torch.where(skipped.to(factor.device) == 0, factor, 1.0)
+                factor = where(skipped.to(factor.device) == 0, factor, 1.0)
             for bucket in buckets.values():
                 torch._foreach_mul_(bucket, factor.to(bucket[0].device))
             return total

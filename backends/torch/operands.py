@@ -93,6 +93,7 @@ class Batch:
         self.masters = [local(place.key).detach() for place in places if place.param is not place.key]
         self.groups = torch.tensor([place.group for place in places], dtype=torch.int64, device="cpu")
         self.written = [tensor for place in places for tensor in place.written]
+        self._are_plain = {type(tensor) for tensor in self.written} <= {Tensor, Parameter}
         self._strides = [param.stride() for param in self.params]
         self._pointers = self._where()
         self.made: list[tuple[dict[str, Any], str]] = []
@@ -117,12 +118,16 @@ class Batch:
 
     def is_current(self) -> bool:
         """Return whether the parameters' addresses and the state's tensors are unchanged since this batch was made."""
-        return self._where() == self._pointers and all(state.get(name) is value for state, name, value in self._state)
+        if self._where() != self._pointers:
+            return False
+        return all(state.get(name) is value for state, name, value in self._state)
 
     def grads(self) -> list[Tensor]:
         """Return the parameters' gradients, in the parameters' memory order."""
         stored: list[Any] = [place.param.grad for place in self.places]
         grads = [grad if type(grad) is Tensor else local(grad) for grad in stored]
+        if [*map(Tensor.stride, grads)] == self._strides:
+            return grads
         return [
             grad if grad.stride() == stride else like(param, grad)
             for param, grad, stride in zip(self.params, grads, self._strides, strict=True)
@@ -142,8 +147,8 @@ class Batch:
         self.made.clear()
 
     def _where(self) -> list[int]:
-        kinds = (Tensor, Parameter)  # their own data_ptr() is faster
-        return [(one if type(one) in kinds else local_shard(one)).data_ptr() for one in self.written]
+        # asking a plain tensor is several times as fast
+        return [*map(Tensor.data_ptr, self.written if self._are_plain else map(local_shard, self.written))]
 
     def _moment(self, place: Place, name: str) -> Tensor:
         state = self._optimizer.state[place.key]
@@ -183,9 +188,10 @@ class Calls:
         self._kinds: list[tuple[int, tuple[str, ...]]] = []  # per group: its size and the names of its moments
         self._masters = NO_MASTERS
         self._places: list[Place] = []
+        self._params: list[Tensor] = []  # of the places
         self._supported: list[bool] = []
-        self._taken: list[Place] = []
-        self._batches: list[Batch] = []
+        self._found: tuple[list[bool], list[bool]] | None = None  # which have gradients, and which groups are covered
+        self._batches: list[Batch] | None = []
         self._states: list[int] = []
 
     def of(
@@ -201,18 +207,20 @@ class Calls:
             self._look(inner, masters, is_for)
             self._kinds = kinds
         covered = [rule.numbers(group) is not None for group in inner.param_groups]
-        taken = []
-        for place, supported in zip(self._places, self._supported, strict=True):
-            if (grad := place.param.grad) is not None:
-                if not (supported and covered[place.group] and _fits(grad, place.param)):
-                    return None
-                taken.append(place)
-        if not _same(taken, self._taken):
+        grads = [param.grad for param in self._params]
+        if not _all_fit(grads, self._params):
+            return None
+        found = [grad is not None for grad in grads], covered
+        if found != self._found:
+            self._found, self._batches = found, None
             sorts: dict[Any, list[Place]] = {}
-            for place in taken:
-                key = place.param.device, place.param.dtype, kinds[place.group][1]
-                sorts.setdefault(key, []).append(place)
-            self._taken, self._batches = taken, [Batch(rule, inner, places) for places in sorts.values()]
+            for place, supported, there in zip(self._places, self._supported, found[0], strict=True):
+                if there:
+                    if not (supported and covered[place.group]):
+                        return None
+                    key = place.param.device, place.param.dtype, kinds[place.group][1]
+                    sorts.setdefault(key, []).append(place)
+            self._batches = [Batch(rule, inner, places) for places in sorts.values()]
             self._states = [*map(id, inner.state.values())]  # these objects live as long as the batches
         return self._batches
 
@@ -222,17 +230,18 @@ class Calls:
             masters is self._masters
             and _same(_keys(inner), self._keys)
             and [*map(id, inner.state.values())] == self._states
-            and all(batch.is_current() for batch in self._batches)
+            and all(batch.is_current() for batch in self._batches or ())
         )
 
     def _look(self, inner: torch.optim.Optimizer, masters: Masters, is_for: Callable[[torch.device], bool]) -> None:
-        self._taken, self._batches = [], []
+        self._found = None
         self._keys, self._masters = _keys(inner), masters
         self._places = [
             Place(key, masters.get(id(key), key), number)
             for number, group in enumerate(inner.param_groups)
             for key in group["params"]
         ]
+        self._params = [place.param for place in self._places]
         self._supported = [place.is_supported and is_for(place.param.device) for place in self._places]
 
 
@@ -243,6 +252,18 @@ def _keys(inner: torch.optim.Optimizer) -> list[Tensor]:
 def _same(one: Sequence[object], other: Sequence[object]) -> bool:
     """Return whether two lists hold the same objects; ``==`` of tensors would compare elements."""
     return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+def _all_fit(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> bool:
+    """Return whether operators can read all gradients that are there: at once for usual ones, which are many."""
+    sorts = {
+        (type(grad), grad.layout, grad.dtype, param.dtype)
+        for grad, param in zip(grads, params, strict=True)
+        if grad is not None
+    }
+    if all(kind is Tensor and layout is torch.strided and one is other for kind, layout, one, other in sorts):
+        return True
+    return all(_fits(grad, param) for grad, param in zip(grads, params, strict=True) if grad is not None)
 
 
 def _fits(grad: Tensor, param: Tensor) -> bool:

@@ -148,7 +148,9 @@ class LossScaler:
         wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()  # 16 bits would overflow
         scale = self.state.scale
         factor = scale.to(loss.device) if isinstance(scale, Tensor) else self._host_factors(scale)[1]
-        return wide * (factor if finite else torch.where(wide.detach().isfinite(), factor, math.inf))
+        if not finite:  # by arithmetic: torch.where would send its numbers to the device, and wait
+            factor = factor + (wide.detach() * 0).nan_to_num(nan=math.inf)
+        return wide * factor
 
     def report_loss(self, found: object, *, process_group: Any, where: str) -> None:
         """Warn or raise because a loss was inf or NaN. A step that is only observed ends here."""

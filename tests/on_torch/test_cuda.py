@@ -65,7 +65,7 @@ def test_doctor_names_the_gpu_and_its_fast_formats() -> None:
 
 # Autocast by rules, where autograd has its own thread.
 
-LOWER = polyamp.policy("mixed_float16", rules={"softmax": "lower", "layers.1": "full"})
+LOWER = polyamp.policy("mixed_float16", rules={"softmax": "lower"})
 
 
 def test_default_policies_are_native() -> None:
@@ -75,7 +75,7 @@ def test_default_policies_are_native() -> None:
     lists = AutocastTestLists(torch.device("cuda"))
     for name, args, *rest in lists.torch_fp32 + lists.torch_fp16:
         keywords = rest[0] if rest and isinstance(rest[0], dict) else {}
-        if name.startswith(("_thnn", "cudnn")):
+        if name.startswith(("_thnn", "cudnn")) or name == "einsum":  # of which PyTorch's list has no tuple
             continue
         with torch.autocast("cuda", torch.float16):
             native = getattr(torch, name)(*args, **keywords)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 import polyamp
 from polyamp import LossScale
@@ -162,11 +163,12 @@ def same(one: Any, other: Any) -> None:
 
 
 def state_of(opt: Any) -> dict[int, dict[str, Any]]:
-    """Return the optimizer's state by the index of the parameter, without empty entries."""
+    """Return the optimizer's state on the CPU by the index of the parameter, without empty entries."""
     inner = opt.inner
     params = [param for group in inner.param_groups for param in group["params"]]
     kept = {place: inner.state[param] for place, param in enumerate(params) if inner.state.get(param)}
-    return copy.deepcopy({place: {k: v for k, v in state.items() if v is not None} for place, state in kept.items()})
+    filled = {place: {k: v for k, v in state.items() if v is not None} for place, state in kept.items()}
+    return tree_map_only(Tensor, lambda one: one.detach().to("cpu", copy=True), filled)
 
 
 def everything(way: Way) -> list[Any]:

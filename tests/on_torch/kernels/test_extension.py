@@ -367,7 +367,7 @@ def test_the_first_use_on_a_gpu_builds_it_for_all_processes() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("mode", "ends"), [("auto", "False"), ("require", "no C++ compiler")])
+@pytest.mark.parametrize(("mode", "ends"), [("auto", "False"), ("require", "cannot be built here")])
 def test_without_a_compiler_a_gpu_goes_without_or_it_is_told(mode: str, ends: str) -> None:
     code = "from polyamp.backends.torch import extension\ntry: print(extension.available('cuda'))\n"
     said = run(

@@ -68,6 +68,7 @@ def test_doctor_names_the_gpu_and_its_fast_formats() -> None:
 LOWER = polyamp.policy("mixed_float16", rules={"softmax": "lower"})
 
 
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated:UserWarning")
 def test_default_policies_are_native() -> None:
     pytest.importorskip("expecttest", reason="torch's own test lists import it, and not every GPU machine has it")
     from torch.testing._internal.autocast_test_lists import AutocastTestLists

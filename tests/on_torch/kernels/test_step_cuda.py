@@ -150,7 +150,10 @@ def test_a_step_is_two_launches(
     train(way, range(2), overflows={}, loss=sum_of_sines)
     way.opt.zero_grad()
     way.opt.backward(sum_of_sines(model, 2))
-    assert len(found := kernels(way.opt.step)) == expected, found
+    found = kernels(way.opt.step)
+    own = [name for name in found if "polyamp" in name]
+    assert len(own) == expected, found
+    assert len(found) <= expected + 1, found  # the one: whether the loss was finite, for the report
 
 
 def test_a_step_on_another_stream_follows_its_gradients() -> None:

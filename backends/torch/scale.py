@@ -137,7 +137,7 @@ class LossScaler:
         if loss.device.type == "cpu":
             finite: bool | Tensor = math.isfinite(loss.item()) if loss.dim() == 0 else bool(loss.isfinite().all())
         else:
-            finite = loss.detach().isfinite().all()
+            finite = (loss.detach() * 0 == 0).all()  # two kernels fewer than isfinite
         earlier = self.loss_was_finite
         same = finite.to(earlier.device) if isinstance(earlier, Tensor) and isinstance(finite, Tensor) else finite
         self.loss_was_finite = same if earlier is None else earlier & same

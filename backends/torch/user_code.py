@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +12,9 @@ import torch
 
 from polyamp import errors
 
-_ADAPTER = str(Path(__file__).parent)
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(errors.__file__).parent), _ADAPTER)
+# each with a separator, because torchvision is not torch
+_ADAPTER = os.path.join(Path(__file__).parent, "")
+_LIBRARIES = (*(os.path.join(Path(file).parent, "") for file in (torch.__file__, errors.__file__)), _ADAPTER)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
@@ -40,6 +42,8 @@ def line_in(trace: str) -> str:
 
     >>> line_in('  File "/home/me/model.py", line 12, in forward')
     'model.py:12 (forward)'
+    >>> line_in(f'  File "{os.path.dirname(torch.__file__)}vision/models.py", line 3, in forward')
+    'models.py:3 (forward)'
     """
     found = list(_users_frames(trace))
     return f"{Path(found[-1]['file']).name}:{found[-1]['line']} ({found[-1]['function']})" if found else ""

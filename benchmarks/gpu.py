@@ -47,8 +47,8 @@ COLLECT = ("--collect-only", "-q")
 MODEL = ("benchmarks/end_to_end.py", "--model")
 
 PARTS = [
-    Part("build", "first", 60, ("-m", "polyamp.backends.torch.build"), small=(), firm=True),
-    Part("kernels", "first", 110, (*TORCH, *KERNELS), small=COLLECT, firm=True),
+    Part("build", "first", 40, ("-m", "polyamp.backends.torch.build"), small=(), firm=True),
+    Part("kernels", "first", 60, (*TORCH, *KERNELS), small=COLLECT, firm=True),
     Part(
         "step",
         "first",
@@ -63,7 +63,7 @@ PARTS = [
     Part(
         "torch-tests",
         "second",
-        170,
+        90,
         (*TORCH, *(f"--ignore={path}" for path in KERNELS)),
         small=COLLECT,
     ),

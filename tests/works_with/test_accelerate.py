@@ -1,7 +1,6 @@
 """accelerate's own code drives polyamp: `integrations.accelerate.prepare`, and wrapped optimizers without it."""
 
 import copy
-import os
 import pickle
 import socket
 import tempfile
@@ -16,10 +15,9 @@ import torch
 from accelerate.utils import AutocastKwargs, DistributedType, GradientAccumulationPlugin
 
 import polyamp
-from polyamp import LossScale
 from polyamp.backends.torch.integrations.accelerate import prepare
+from works_with.accelerate_ranks import CASES, SCALE, network, run_rank
 
-SCALE = LossScale(init=2.0**10)
 BATCHES = 8
 WITHIN = {"mixed_float16": 2e-3, "O2": 2e-3, "mixed_bfloat16": 2e-2, "float32": 0.0}
 
@@ -33,11 +31,6 @@ def _fresh_state() -> Iterator[None]:
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", polyamp.PolyampWarning)
         yield
-
-
-def network(seed: int = 0) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
 
 
 def data() -> torch.utils.data.TensorDataset:
@@ -180,73 +173,6 @@ def test_forward_passes_and_autocast_follow_the_policy_until_the_model_is_unwrap
 # --- two processes ----------------------------------------------------------------------------------------------------
 
 
-def _use_fsdp2() -> None:
-    """Make accelerate use FSDP2 on the CPU, which its own choice of a plugin does not."""
-    plugin = accelerate.FullyShardedDataParallelPlugin(
-        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="no_wrap"
-    )
-    for state in (accelerate.PartialState, accelerate.state.AcceleratorState):
-        state._shared_state["distributed_type"] = DistributedType.FSDP
-    accelerate.state.AcceleratorState._shared_state["fsdp_plugin"] = plugin
-
-
-def _on_rank(rank: int, policy: str | None, fsdp: bool, folder: str) -> tuple[list[float], list[float], bool]:
-    """Train, spoil a step on rank 1, save, train on, and train on from the saved state in new objects.
-
-    Returns:
-        The losses, the losses after the state was saved, and whether they came again.
-    """
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator: Any = accelerate.Accelerator(cpu=True)
-    if fsdp:
-        _use_fsdp2()
-    if policy is not None:
-        prepare(accelerator, policy, loss_scale=SCALE)
-    random = torch.Generator().manual_seed(rank)
-    x, y = torch.randn(16, 8, generator=random), torch.randn(16, 4, generator=random)
-
-    def made() -> tuple[Any, Any]:
-        model = network()
-        prepared: tuple[Any, Any] = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        return prepared
-
-    def step(model: Any, optimizer: Any, factor: float = 1.0) -> float:
-        loss = (model(x) - y).square().mean()
-        accelerator.backward(loss * factor)
-        accelerator.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        value: float = loss.item()
-        return value
-
-    model, optimizer = made()
-    losses = [step(model, optimizer) for _ in range(3)]
-    if policy is not None:
-        step(model, optimizer, torch.inf if rank == 1 else 1.0)
-        assert accelerator.optimizer_step_was_skipped
-        assert accelerator.scaler.get_scale() == SCALE.init / 2
-    accelerator.save_state(folder)
-    after = [step(model, optimizer) for _ in range(3)]
-    accelerator.free_memory()
-    model, optimizer = made()
-    step(model, optimizer)
-    accelerator.load_state(folder)
-    return losses, after, [step(model, optimizer) for _ in range(3)] == after
-
-
-CASES = [(policy, fsdp) for policy in (None, "mixed_float16", "O2") for fsdp in (False, True)]
-
-
-def _run_rank(rank: int, port: int, folder: str, queue: Any) -> None:
-    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in where.items()}, ACCELERATE_USE_CPU="true")
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    done = [_on_rank(rank, policy, fsdp, f"{folder}/{policy}-{fsdp}") for policy, fsdp in CASES]
-    queue.put((rank, done))
-    torch.distributed.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def ranks() -> dict[int, dict[tuple[str | None, bool], tuple[list[float], list[float], bool]]]:
     """Return the results of all cases by rank, from one pair of processes."""
@@ -256,7 +182,7 @@ def ranks() -> dict[int, dict[tuple[str | None, bool], tuple[list[float], list[f
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(_run_rank, (port, folder, queue), nprocs=2, start_method="spawn")
+        torch.multiprocessing.start_processes(run_rank, (port, folder, queue), nprocs=2, start_method="spawn")
     return {rank: dict(zip(CASES, done, strict=True)) for rank, done in (queue.get() for _ in range(2))}
 
 

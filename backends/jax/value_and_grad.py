@@ -57,7 +57,7 @@ def value_and_grad(
         (integers, functions, Python numbers).
 
     Raises:
-        InvalidTypeError: ``argnums`` are not integers. When called: the loss is not a floating-point array.
+        InvalidTypeError: ``argnums`` are not integers, or ``has_aux`` is not a bool. When called: the loss is not a floating-point array.
         InvalidValueError: when called: the loss is not a scalar, or ``argnums`` names an argument that does not exist.
         NonFiniteLossError: when called: the loss is inf or NaN although it is not scaled yet, under
             ``LossScale(nonfinite_loss="raise")``. Inside ``jit`` the loss has no number yet: the step is then skipped,
@@ -84,6 +84,13 @@ def differentiate(
 ) -> Callable[..., Any]:
     """Do what `value_and_grad` does; report under this name what had no effect. None reports nothing."""
     wanted = positions(argnums, where="value_and_grad(fun, argnums=)", at_least=1)
+    if not isinstance(has_aux, bool):
+        raise wrong_type(
+            has_aux,
+            where="value_and_grad(fun, policy, has_aux)",
+            allowed="a bool",
+            fix="give True if fun returns (loss, aux), and what is differentiated as argnums=",
+        )
 
     def transformed(opt_state: Any, /, *args: Any, **kwargs: Any) -> Any:
         check_tree((opt_state, args, kwargs), where="value_and_grad(fun, policy)(opt_state, *args)")

@@ -259,6 +259,12 @@ def test_positions_that_are_none_are_refused(argnums: Any) -> None:
         amp.value_and_grad(two_factors, POLICY, argnums=argnums)(STATE, *factors())
 
 
+@pytest.mark.parametrize("has_aux", [3, (0, 1), None, "loss"])
+def test_another_has_aux_is_refused_at_once(has_aux: Any) -> None:
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="has_aux"):
+        amp.value_and_grad(two_factors, POLICY, has_aux)
+
+
 @pytest.mark.parametrize("argnums", ["a", 1.0, None, (), ("a",), True])
 def test_argnums_that_are_no_integers_are_refused(argnums: Any) -> None:
     with pytest.raises(polyamp.errors.InvalidTypeError, match="argnums"):

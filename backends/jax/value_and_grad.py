@@ -57,7 +57,8 @@ def value_and_grad(
         (integers, functions, Python numbers).
 
     Raises:
-        InvalidTypeError: ``argnums`` are not integers, or ``has_aux`` is not a bool. When called: the loss is not a floating-point array.
+        InvalidTypeError: ``argnums`` are not integers, or ``has_aux`` is not a bool. When called: the loss is not a
+            floating-point array.
         InvalidValueError: when called: the loss is not a scalar, or ``argnums`` names an argument that does not exist.
         NonFiniteLossError: when called: the loss is inf or NaN although it is not scaled yet, under
             ``LossScale(nonfinite_loss="raise")``. Inside ``jit`` the loss has no number yet: the step is then skipped,

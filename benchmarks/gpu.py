@@ -45,8 +45,10 @@ JAX = tuple(f"tests/on_jax/{name}.py" for name in JAX_TESTS)
 FULL_FLOAT32 = (("NVIDIA_TF32_OVERRIDE", "0"), ("XLA_FLAGS", "--xla_gpu_enable_triton_gemm=false"))
 COLLECT = ("--collect-only", "-q")
 MODEL = ("benchmarks/end_to_end.py", "--model")
+SELFTEST = ("-m", "polyamp", "doctor", "--test", "--again")
 
 PARTS = [
+    Part("selftest", "first", 40, (*SELFTEST, "torch"), small=()),
     Part("build", "first", 40, ("-m", "polyamp.backends.torch.build"), small=(), firm=True),
     Part("kernels", "first", 60, (*TORCH, *KERNELS), small=COLLECT, firm=True),
     Part(
@@ -67,6 +69,7 @@ PARTS = [
         (*TORCH, *(f"--ignore={path}" for path in KERNELS)),
         small=COLLECT,
     ),
+    Part("selftest-jax", "second", 40, (*SELFTEST, "jax"), small=()),
     Part("jax-tests", "second", 90, (*PYTEST, "--suite=jax", *JAX), small=COLLECT, variables=FULL_FLOAT32),
     Part(
         "step-rest",

@@ -66,7 +66,10 @@ class Adapter(Protocol):
         """Return whether ``obj`` belongs to this framework although the module of its type does not show it."""
 
     def describe(self) -> dict[str, Any]:
-        """Return what ``polyamp doctor`` prints, as JSON: ``version``, ``devices`` (name, fast formats), ``notes``."""
+        """Return what ``polyamp doctor`` prints, as JSON: ``version``, ``devices`` (name, fast formats), ``notes``.
+
+        ``settings``, by name, are what decides how precise float32 products are.
+        """
 
     def cast(self, tree: Tree, format_name: str, /) -> Tree:
         """Return ``tree`` with its floating-point arrays in ``format_name`` and everything else unchanged."""
@@ -98,6 +101,14 @@ class Adapter(Protocol):
 
     # The verbs below are optional. Options are keyword-only parameters, as in `wrap_optimizer`; others are refused
     # before the call.
+
+    # For a framework that has devices of its own, which `polyamp doctor --test` tests.
+    def trial(self, operation: str, arrays: tuple[Any, ...], format_name: str, device: str) -> tuple[Any, Any]:
+        """Run an operation of `polyamp.selftest` on NumPy arrays, in one format on one device.
+
+        Return its result as a NumPy array in float64, and a function that runs it again and waits for the device.
+        ``device`` is the first word of a device's name in `describe`.
+        """
 
     # For a framework with ambient autocast: operations are cast while a context is active.
     def autocast_context(self, policy: Policy) -> AbstractContextManager[Any]:

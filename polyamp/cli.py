@@ -24,10 +24,11 @@ from rich.table import Table
 import polyamp
 from polyamp.diagnosis.equivalence import FIRST_LOOK
 from polyamp.diagnosis.probe import sixteen_bit
-from polyamp.doctor import examine, rows_of
+from polyamp.doctor import examine, examine_and_test, is_wrong, rows_of, rows_of_test
 from polyamp.errors import InvalidValueError, MissingFrameworkError, PolyampError
 from polyamp.report import Report, figure_for, unwritable, write_json
 from polyamp.run import run_script
+from polyamp.selftest import TESTED
 from polyamp.target import step_of, training_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -69,14 +70,23 @@ def version() -> None:
 def doctor(
     framework: Annotated[list[str] | None, typer.Argument(help="Only these, however long they take to load.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    test: Annotated[bool, typer.Option("--test", help="Test each format on each device, right and how fast.")] = False,
+    again: Annotated[bool, typer.Option("--again", help="Test again, although a result is kept.")] = False,
 ) -> None:
-    """Show which frameworks are installed, on which devices, and which formats are fast there."""
-    found = examine(framework)
+    """Show which frameworks are installed, on which devices, and which formats are fast there.
+
+    With --test, exit code 1: something is wrong in a format, or a framework ended or hung.
+    """
+    if test or again:
+        with Console(stderr=True).status("testing") as line:
+            found = examine_and_test(framework, line.update, again=again)
+    else:
+        found = examine(framework)
     if as_json:
         print(json.dumps(found, indent=2))
     else:
         _print_diagnosis(found)
-    if found["problem"]:
+    if found["problem"] or is_wrong(found):
         raise typer.Exit(1)
 
 
@@ -90,6 +100,22 @@ def _print_diagnosis(found: dict[str, Any]) -> None:
         for row in rows_of(name, framework):
             table.add_row(*map(escape, row))  # escaping keeps the extra in pip install "polyamp[...]"
     console.print(table)
+    if "selftest" in found:
+        _print_tests(found["selftest"])
+
+
+def _print_tests(tests: dict[str, Any]) -> None:
+    caption = "speed: times float32's, for sizes that are multiples of 8, and that are not"
+    table = Table("device", "operation", *TESTED, title="Self-test", caption=caption)
+    for name, test in tests.items():
+        for row in rows_of_test(name, test):
+            table.add_row(*map(escape, row), style="red" if any(cell.startswith("wrong") for cell in row) else None)
+        table.add_section()
+    console.print(table)
+    for name, test in tests.items():
+        kept = [f"from {test['kept']}; polyamp doctor --test --again tests again"] if test["kept"] else []
+        for text in filter(None, (test["problem"], *test["notes"], *kept)):
+            console.print(f"{name}: {text}", highlight=False, markup=False)
 
 
 @app.command()

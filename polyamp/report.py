@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from io import BytesIO
 from os import PathLike
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
 from polyamp.errors import InvalidValueError, brief, missing, refuses_unreadable
@@ -110,6 +110,12 @@ def write_whole(path: str | PathLike[str], content: bytes) -> None:
                 os.unlink(part)
     except (OSError, TypeError, ValueError) as error:
         raise unwritable(path, getattr(error, "strerror", None) or error) from error
+
+
+def cache_folder() -> Path:
+    """Return the folder for what can be made again: ``POLYAMP_CACHE``, or ``polyamp`` in the user's cache."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.environ.get("POLYAMP_CACHE") or os.path.join(home, "polyamp")).absolute()
 
 
 def unwritable(path: object, found: object) -> InvalidValueError:

@@ -24,6 +24,7 @@ adapter = AdapterTable(
     owns=owns,
     verbs={
         "describe": describe,
+        "trial": "polyamp.backends.jax.selftest:trial",
         "cast": cast,
         "wrap_optimizer": "polyamp.backends.jax.transformation:wrap_optimizer",
         "scale_loss": scale_loss,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import metadata
 from typing import Any
 
@@ -10,6 +11,8 @@ import jax
 from polyamp.errors import check_compute
 from polyamp.formats import fast_on_gpu, report_slow_format
 
+_PRECISION = "jax_default_matmul_precision"
+
 
 def describe() -> dict[str, Any]:
     """Return version, devices with the formats that are fast there, and notes on the packages around JAX."""
@@ -17,7 +20,12 @@ def describe() -> dict[str, Any]:
     notes = [_package_note(package) for package in ("optax", "flax", "equinox")]
     if not any(device["fast"] for device in devices):
         notes.append("no device here is fast in 16 bits: good for checking results, not for speed")
-    return {"version": jax.__version__, "devices": devices, "notes": notes}
+    return {"version": jax.__version__, "devices": devices, "settings": settings(), "notes": notes}
+
+
+def settings() -> dict[str, str]:
+    """Return what decides how precise float32 products are."""
+    return {_PRECISION: str(getattr(jax.config, _PRECISION)), "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
 
 
 def _package_note(package: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +21,14 @@ def describe() -> dict[str, Any]:
     *gpus, cpu = map(dict, devices())
     notes = [] if gpus else ["no GPU: no Tensor Cores"]
     notes += [why_not_fast(gpu["name"], gpu["capability"]) for gpu in gpus if not gpu["fast"]]
-    return {"version": tf.__version__, "devices": [*gpus, cpu], "notes": notes}
+    return {"version": tf.__version__, "devices": [*gpus, cpu], "settings": settings(), "notes": notes}
+
+
+def settings() -> dict[str, str]:
+    """Return what decides how precise float32 products are."""
+    named = ("XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS")
+    tensorfloat32 = str(tf.config.experimental.tensor_float_32_execution_enabled())
+    return {"tensor_float_32_execution": tensorfloat32, **{name: os.environ.get(name, "") for name in named}}
 
 
 @functools.cache

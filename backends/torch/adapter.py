@@ -21,6 +21,7 @@ adapter = AdapterTable(
     owns=(torch.Tensor, torch.nn.Module, torch.optim.Optimizer),
     verbs={
         "describe": describe,
+        "trial": "polyamp.backends.torch.selftest:trial",
         "cast": cast,
         "convert": "polyamp.backends.torch.convert:convert",
         "wrap_optimizer": wrap_optimizer,

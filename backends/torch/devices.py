@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +23,25 @@ def describe() -> dict[str, Any]:
         "version": torch.__version__,
         "devices": [*gpus, cpu],
         "extension": compiled.as_dict(),
+        "settings": settings(),
         "notes": [*notes, str(compiled)],
     }
+
+
+def settings() -> dict[str, str]:
+    """Return both switches of TF32: for products, and for convolutions."""
+    read = {
+        "torch.get_float32_matmul_precision()": torch.get_float32_matmul_precision,
+        "torch.backends.cudnn.allow_tf32": lambda: torch.backends.cudnn.allow_tf32,
+    }
+    return {name: _read(value) for name, value in read.items()}
+
+
+def _read(value: Callable[[], object]) -> str:
+    try:
+        return str(value())
+    except RuntimeError as error:  # set by PyTorch's newer interface: the older one cannot be read
+        return f"unreadable: {error}"
 
 
 def devices() -> tuple[dict[str, Any], ...]:

@@ -58,8 +58,9 @@ def test_without_frameworks_doctor_and_demo_say_how_to_get_each() -> None:
     command = [sys.executable, "-c", WITHOUT_FRAMEWORKS, "doctor"]
     table = subprocess.run(command, capture_output=True, text=True)
     done = subprocess.run([*command, "--json"], capture_output=True, text=True)
+    tested = subprocess.run([*command, "--test"], capture_output=True, text=True)
     demo = subprocess.run([*command[:-1], "demo"], capture_output=True, text=True)
-    assert (table.returncode, done.returncode, demo.returncode) == (0, 0, 1), done.stderr
+    assert (table.returncode, done.returncode, tested.returncode, demo.returncode) == (0, 0, 0, 1), done.stderr
     assert 'pip install "polyamp[all]"' in demo.stderr
     found = json.loads(done.stdout)
     assert (found["polyamp"], found["problem"]) == (polyamp.__version__, None)
@@ -68,6 +69,7 @@ def test_without_frameworks_doctor_and_demo_say_how_to_get_each() -> None:
         assert not framework["installed"]
         assert f'pip install "polyamp[{name}]"' in framework["why"]
         assert f'pip install "polyamp[{name}]"' in table.stdout
+        assert f'pip install "polyamp[{name}]"' in tested.stdout
         assert f'pip install "polyamp[{name}]"' in demo.stdout
 
 
@@ -81,9 +83,10 @@ def test_without_frameworks_doctor_and_demo_say_how_to_get_each() -> None:
 def test_a_broken_framework_is_named_and_the_others_are_shown(error: str, said: str) -> None:
     broken = WITHOUT_FRAMEWORKS.replace("        if", f"        if name == 'jax': raise {error}\n        if")
     command = [sys.executable, "-c", broken]
-    doctor, demo = (subprocess.run([*command, name], capture_output=True, text=True) for name in ("doctor", "demo"))
-    assert (doctor.returncode, demo.returncode) == (0, 1)
-    for done in (doctor, demo):
+    commands = (["doctor"], ["doctor", "--test"], ["demo"])
+    ran = [subprocess.run([*command, *words], capture_output=True, text=True) for words in commands]
+    assert [done.returncode for done in ran] == [0, 0, 1]
+    for done in ran:
         assert f"jax does not load: {said}" in done.stdout
         assert 'pip install "polyamp[torch]"' in done.stdout
         assert "Traceback" not in done.stderr

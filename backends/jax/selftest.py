@@ -1,0 +1,41 @@
+"""One operation on one of JAX's devices, for ``polyamp doctor --test``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import numpy as jnp
+
+
+def _conv(images: jax.Array, kernel: jax.Array) -> jax.Array:
+    layout = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(images, kernel, (1, 1), "VALID", dimension_numbers=layout)
+
+
+def _attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    with_heads = (one[:, :, None] for one in (query, key, value))
+    return jax.nn.dot_product_attention(*with_heads)[:, :, 0]
+
+
+_OPERATIONS: dict[str, Callable[..., jax.Array]] = {
+    "matmul": jax.jit(jnp.matmul),
+    "conv": jax.jit(_conv),
+    "layer_norm": jax.jit(jax.nn.standardize),
+    "softmax": jax.jit(jax.nn.softmax),
+    "attention": jax.jit(_attention),
+    "sum": jax.jit(lambda values: jnp.sum(values, -1)),
+}
+
+
+def trial(
+    operation: str, arrays: tuple[np.ndarray[Any, Any], ...], format_name: str, device: str
+) -> tuple[np.ndarray[Any, Any], Callable[[], object]]:
+    """Run an operation, and return its result and a function that runs it again and waits for the device."""
+    function = _OPERATIONS[operation]
+    place = next(one for one in jax.local_devices() if f"{one.platform}:{one.id}" == device)
+    inputs = [jax.device_put(array.astype(jnp.dtype(format_name)), place) for array in arrays]
+    result = np.asarray(function(*inputs)).astype(np.float64)
+    return result, lambda: function(*inputs).block_until_ready()

@@ -1,0 +1,262 @@
+"""The self-test names what is wrong or slow on a device, and finds nothing on one that is right.
+
+NumPy is the device: it computes in float32 and rounds. Its results are replaced by those of broken devices.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from polyamp import selftest
+from polyamp.adapters import AdapterTable
+from support.broken_devices import DTYPES, Broken, added_in, numpy_trial, slower, with_nan, with_rounded_inputs
+
+
+@pytest.mark.parametrize("format_name", selftest.TESTED)
+@pytest.mark.parametrize("operation", selftest.OPERATIONS)
+def test_a_device_that_rounds_once_is_right(operation: str, format_name: str) -> None:
+    found = selftest.check(numpy_trial, "cpu", operation, format_name)
+    assert (found["verdict"], found["why"]) == ("right", "")
+
+
+def test_a_convolution_that_returns_nan_is_named() -> None:
+    found = selftest.check(Broken(numpy_trial, "conv", "float16", with_nan), "cpu", "conv", "float16")
+    assert (found["verdict"], found["why"], found["error"]) == ("wrong", "NaN or inf from finite numbers", None)
+
+
+@pytest.mark.parametrize("format_name", ["float16", "bfloat16"])
+def test_a_product_that_adds_in_16_bits_is_named(format_name: str) -> None:
+    broken = Broken(numpy_trial, "matmul", format_name, added_in(DTYPES[format_name]))
+    found = selftest.check(broken, "cpu", "matmul", format_name)
+    assert found["verdict"] == "wrong"
+    assert found["why"].startswith("adds in 16 bits: error ")
+    assert "at depth 16" in found["why"]
+    assert "at depth 4096" in found["why"]
+
+
+@pytest.mark.parametrize("format_name", ["float16", "bfloat16"])
+def test_a_sum_that_adds_in_16_bits_is_named(format_name: str) -> None:
+    def add(result: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return added_in(DTYPES[format_name])(result[:, None], values, np.ones((values.shape[1], 1)))[:, 0]
+
+    found = selftest.check(Broken(numpy_trial, "sum", format_name, add), "cpu", "sum", format_name)
+    assert (found["verdict"], found["why"].partition(":")[0]) == ("wrong", "adds in 16 bits")
+
+
+def test_a_wrong_result_at_every_depth_is_an_error_beyond_rounding() -> None:
+    broken = Broken(numpy_trial, "softmax", "bfloat16", lambda result, values: 1.1 * result)
+    found = selftest.check(broken, "cpu", "softmax", "bfloat16")
+    assert (found["verdict"], found["why"].partition(":")[0]) == ("wrong", "an error beyond rounding")
+    assert found["error"] == pytest.approx(0.1, rel=0.1)
+
+
+@pytest.mark.parametrize(("bits", "named"), [(10, "tensorfloat32"), (7, "bfloat16")])
+def test_a_float32_product_with_the_error_of_another_format_is_right_and_named(bits: int, named: str) -> None:
+    broken = Broken(numpy_trial, "matmul", "float32", with_rounded_inputs(bits))
+    found = selftest.check(broken, "cpu", "matmul", "float32")
+    assert (found["verdict"], found["why"].partition(":")[0]) == ("right", f"with the error of {named}")
+    (note,) = selftest.notes_on({"name": "cpu", "fast": []}, [found])
+    assert f"matmul in float32 is right: with the error of {named}" in note
+
+
+@pytest.mark.parametrize(("format_name", "verdict"), [("float16", "not supported"), ("float32", "wrong")])
+def test_what_a_framework_refuses_is_not_supported(format_name: str, verdict: str) -> None:
+    def refuse(*arguments: object) -> Any:
+        raise NotImplementedError("no kernel for 'Half'\nand more")
+
+    found = selftest.check(refuse, "cpu", "attention", format_name)
+    assert (found["verdict"], found["why"]) == (verdict, "NotImplementedError: no kernel for 'Half'")
+
+
+@pytest.mark.parametrize(
+    ("fast", "says"),
+    [
+        (["float16"], "the device reports units for float16, but matmul in float16 runs at"),
+        ([], "no units for float16"),
+    ],
+)
+def test_a_slow_format_is_named(fast: list[str], says: str) -> None:
+    found = selftest.examine(slower(numpy_trial, "matmul", "float16"), "cpu", operations=["matmul"])
+    speeds = {one["format"]: one["speed"] for one in found}
+    assert speeds["float32"] == {"aligned": 1.0, "unaligned": 1.0}
+    assert max(speeds["float16"].values()) < 0.5
+    assert any(says in note for note in selftest.notes_on({"name": "cpu", "fast": fast}, found))
+
+
+def test_a_large_result_that_is_not_finite_is_wrong() -> None:
+    def overflow(result: np.ndarray[Any, Any], *arrays: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return result * np.inf if len(result) >= 500 else result
+
+    found = selftest.examine(Broken(numpy_trial, "matmul", "float16", overflow), "cpu", operations=["matmul"])
+    assert [one["verdict"] for one in found] == ["right", "wrong", "right"]
+    assert "NaN or inf" in found[1]["why"]
+
+
+def test_devices_that_others_reported_are_named_with_the_report() -> None:
+    for name in ("cuda:0 NVIDIA GeForce GTX 1660 Ti", "cuda:0 Quadro T1000"):
+        (note,) = selftest.notes_on({"name": name, "fast": []}, [])
+        assert "NaN" in note
+        assert "https://github.com/" in note
+    assert selftest.notes_on({"name": "cuda:0 NVIDIA GeForce RTX 2080 Ti", "fast": []}, []) == []
+
+
+def finding(operation: str, format_name: str, verdict: str = "right", speed: float = 1.0) -> dict[str, Any]:
+    return {"operation": operation, "format": format_name, "verdict": verdict, "speed": {"aligned": speed}}
+
+
+def test_right_formats_have_right_products_and_convolutions_and_nothing_wrong() -> None:
+    found = [
+        *(finding(name, format_name) for name in ("matmul", "conv") for format_name in selftest.TESTED),
+        finding("attention", "float16", "not supported"),
+        finding("sum", "bfloat16", "wrong"),
+    ]
+    assert selftest.right_formats(found).keys() == {"float32", "float16"}
+    found[4] = finding("conv", "float16", "not supported")
+    assert selftest.right_formats(found).keys() == {"float32"}
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the cache; a test takes a moment."""
+    monkeypatch.setenv("POLYAMP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(selftest, "OPERATIONS", {"sum": selftest.OPERATIONS["sum"]})
+    monkeypatch.setattr(selftest, "WIDTHS", (64,))
+    return tmp_path / "cache"
+
+
+def outcome(counts: list[str], **changed: Any) -> dict[str, Any]:
+    """Test a device of NumPy, and count the trials."""
+
+    def trial(*arguments: Any) -> Any:
+        counts.append(arguments[0])
+        return numpy_trial(*arguments)
+
+    again = changed.pop("again", False)
+    described = {"version": "1", "devices": [{"name": "cpu (NumPy)", "fast": []}], "notes": [], **changed}
+    verbs = {"describe": lambda: described, "trial": trial}
+    return selftest.result_of(AdapterTable("mine", {}, owns=complex, verbs=verbs), counts.append, again=again)
+
+
+def test_a_result_is_kept_and_read_again(kept_in: Path) -> None:
+    first = outcome([])
+    assert first["kept"] is None
+    second = outcome(counts := [])
+    assert (second["devices"], second["kept"], counts) == (first["devices"], str(*kept_in.iterdir()), [])
+    assert outcome(counts, again=True)["kept"] is None
+    assert "sum" in counts
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"version": "2"},
+        {"settings": {"XLA_FLAGS": "--fast"}},
+        {"devices": [{"name": "cuda:0 other", "fast": []}]},
+    ],
+)
+def test_a_result_of_another_version_setting_or_device_is_not_used(kept_in: Path, changed: dict[str, Any]) -> None:
+    outcome([])
+    assert outcome([], **changed)["kept"] is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: "\0" + text,
+        lambda text: text.replace('"verdict"', '"other"'),
+        lambda text: text.replace('"version"', '"other"').replace('"framework"', '"other"'),
+        lambda text: json.dumps({**json.loads(text), "found": {"devices": {"cpu (NumPy)": [1]}, "notes": []}}),
+        lambda text: json.dumps({**json.loads(text), "found": None}),
+    ],
+)
+def test_a_damaged_file_is_ignored(kept_in: Path, damage: Callable[[str], str]) -> None:
+    outcome([])
+    (file,) = kept_in.iterdir()
+    file.write_text(damage(file.read_text()))
+    assert outcome([])["kept"] is None
+    assert outcome([])["kept"] == str(file)
+
+
+def test_a_result_that_cannot_be_kept_is_returned(kept_in: Path) -> None:
+    kept_in.write_text("not a folder")
+    found = outcome([])
+    assert found["devices"]
+    assert "not kept" in found["notes"][-1]
+    assert "POLYAMP_CACHE" in found["notes"][-1]
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+ADAPTER = """
+import os, time
+import numpy as np
+from polyamp.adapters import AdapterTable
+from support.broken_devices import Broken, numpy_trial, with_nan
+
+def trial(operation, arrays, format_name, device):
+    if (operation, format_name) == ("conv", "float16"):
+        {fault}
+    return numpy_trial(operation, arrays, format_name, device)
+
+device = {{"name": "cpu (NumPy)", "fast": []}}
+described = {{"version": np.__version__, "devices": [device], "notes": []}}
+adapter = AdapterTable("mine", {{}}, owns=complex, verbs={{"describe": lambda: described, "trial": trial}})
+"""
+COMMAND = "import polyamp.doctor; polyamp.doctor._LIMIT = {limit}; from polyamp.cli import main; main()"
+
+
+def doctor(folder: Path, fault: str, *more: str, limit: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Run the command beside the package of another adapter."""
+    (folder / "mine_adapter.py").write_text(ADAPTER.format(fault=fault))
+    (folder / "mine-1.dist-info").mkdir(exist_ok=True)
+    (folder / "mine-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1\n")
+    (folder / "mine-1.dist-info" / "entry_points.txt").write_text("[polyamp.backends]\nmine = mine_adapter:adapter\n")
+    paths = os.pathsep.join([str(folder), str(Path(__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": paths, "POLYAMP_CACHE": str(folder / "cache")}
+    command = [sys.executable, "-c", COMMAND.format(limit=limit), "doctor", "--test", "mine", *more]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_command_prints_a_table_and_keeps_it(tmp_path: Path) -> None:
+    done = doctor(tmp_path, "pass")
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stdout
+    assert all(f"│ {operation} " in done.stdout for operation in selftest.OPERATIONS)
+    again = doctor(tmp_path, "pass", "--json")
+    found = json.loads(again.stdout)
+    assert found["frameworks"]["mine"]["installed"]
+    assert Path(found["selftest"]["mine"]["kept"]).parent == tmp_path / "cache"
+    speeds = selftest.right_formats(found["selftest"]["mine"]["devices"]["cpu (NumPy)"])
+    assert speeds.keys() == set(selftest.TESTED)
+
+
+@pytest.mark.parametrize(
+    ("fault", "limit", "says"),
+    [
+        (
+            "return Broken(numpy_trial, 'conv', 'float16', with_nan)(operation, arrays, format_name, device)",
+            60,
+            "NaN or inf",
+        ),
+        ("os.abort()", 60, "the process ended with exit code -6, in conv in float16 on cpu"),
+        ("time.sleep(600)", 5, "there was no answer for 5 seconds, in conv in float16 on cpu"),
+    ],
+    ids=["wrong", "crash", "hang"],
+)
+def test_what_is_wrong_makes_the_exit_code_1(tmp_path: Path, fault: str, limit: float, says: str) -> None:
+    done = doctor(tmp_path, fault, limit=limit)
+    assert done.returncode == 1
+    assert says in done.stdout
+    assert "Traceback" not in done.stderr

@@ -1,17 +1,20 @@
 """Other libraries' loss scales: their rules, what they saved read here, and what is written here continued there."""
 
+import inspect
 import math
 import random
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import jmp
 import keras
 import numpy as np
 import optax
 import pytest
 import tensorflow as tf
 import torch
+from flax.training.dynamic_scale import DynamicScale
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,11 +77,21 @@ def test_presets_follow_libraries_that_have_one_factor_for_both_ways(name: str) 
     assert ours == their_scales(name, trace, interval=2, growth=4.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", INSTALLED)
+DEFAULTS: dict[str, tuple[Any, str, str]] = {
+    "torch": (torch.amp.GradScaler, "init_scale", "growth_interval"),
+    "keras": (keras.optimizers.LossScaleOptimizer, "initial_scale", "dynamic_growth_steps"),
+    "tensorflow": (tf.compat.v1.mixed_precision.DynamicLossScale, "initial_loss_scale", "increment_period"),
+    "flax": (DynamicScale, "scale", "growth_interval"),
+    "jmp": (jmp.DynamicLossScale, "", "period"),  # its users choose where to begin
+}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
 def test_presets_start_with_the_library_s_own_defaults(name: str) -> None:
-    trace = [True] * 2002 + [False]
-    assert our_scales(name, trace) == their_scales(name, trace)
+    library, *names = DEFAULTS[name]
+    defaults = inspect.signature(library).parameters
+    ours = (LossScale.like(name).init, LossScale.like(name).interval)
+    assert all(defaults[one].default == value for one, value in zip(names, ours, strict=True) if one)
 
 
 @pytest.mark.parametrize(("name", "init"), [("torch", 2.0**16), ("keras", 2.0**15)])

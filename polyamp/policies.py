@@ -235,9 +235,10 @@ def policy(
         spec: a `Policy`; a Keras name (``float32 mixed_float16 mixed_bfloat16 float16 bfloat16``); a jmp string
             (``params=float32,compute=float16,output=float32``, ``p=f32,c=bf16,o=f32``, ``half``, ``full``); an Apex
             level (``O0 O1 O2 O3``); a trainer's word (``fp16 bf16 16-mixed bf16-mixed 16-true bf16-true amp_fp16``);
-            ``str()`` of a policy; or a
-            ``jmp.Policy`` or Keras ``DTypePolicy``. None without other arguments is the current policy. A `Policy`
-            without other arguments is returned unchanged.
+            ``str()`` of a policy; ``auto``, which is ``mixed_bfloat16``, ``mixed_float16`` or ``float32``: the fastest
+            that is right on the devices of the loaded frameworks, as ``polyamp doctor --test`` measured (untested, the
+            devices' units decide); or a ``jmp.Policy`` or Keras ``DTypePolicy``. None without other arguments is the
+            current policy. A `Policy` without other arguments is returned unchanged.
         param: format of stored parameters: a name, or a framework's dtype.
         compute: format of ``lower`` operations; by default ``param``, as in jmp.
         output: format of outputs; by default ``compute``, as in jmp.
@@ -266,6 +267,10 @@ def policy(
             spec, formats = _of_another_library(spec, formats)
     if spec is None and not formats and not own_rules and loss_scale is None and name is None:
         return current_policy()
+    if isinstance(spec, str) and spec.strip().lower() == "auto":
+        from polyamp.auto import automatic
+
+        spec = automatic()
     if isinstance(spec, Policy):
         base = _from_policy(spec, formats)
     elif spec is None or isinstance(spec, str):

@@ -16,13 +16,13 @@ import math
 import os
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import polyamp
 from polyamp.errors import PolyampError
 from polyamp.formats import FORMATS, cpu_flags
 from polyamp.report import cache_folder, finite, write_json
@@ -329,7 +329,7 @@ def _key(name: str, described: Mapping[str, Any]) -> dict[str, Any]:
     """Return all that the result of a test depends on, as JSON values."""
     driver = Path("/proc/driver/nvidia/version")
     return {
-        "polyamp": polyamp.__version__,
+        "polyamp": sys.modules["polyamp"].__version__,  # an import of the package, which imports this, is a circle
         "framework": f"{name} {described['version']}",
         "devices": [device["name"] for device in described["devices"]],
         "driver": driver.read_text() if driver.exists() else "",

@@ -1,14 +1,17 @@
 """The self-test in every framework: no false alarm on this CPU, and each broken device is named."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from polyamp import selftest
 from polyamp.adapters import adapter_named
+from polyamp.auto import choose
 from support.broken_devices import DTYPES, Broken, added_in, slower, with_nan
 
 FRAMEWORKS = pytest.mark.parametrize("name", ["torch", "jax", "tensorflow"])
@@ -61,6 +64,27 @@ def test_settings_that_decide_how_precise_float32_products_are_can_be_read(name:
     settings = adapter_named(name).describe()["settings"]
     assert all(isinstance(value, str) for value in settings.values())
     assert settings
+
+
+@FRAMEWORKS
+def test_the_automatic_policy_is_what_the_kept_test_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("POLYAMP_CACHE", str(tmp_path))
+    monkeypatch.setattr(selftest, "OPERATIONS", {one: selftest.OPERATIONS[one] for one in ("matmul", "conv")})
+    monkeypatch.setattr(selftest, "WIDTHS", (64,))
+    adapter = adapter_named(name)
+    selftest.result_of(adapter, lambda text: None, again=True)
+    (file,) = tmp_path.iterdir()
+    saved = json.loads(file.read_text())
+    for one in (each for findings in saved["found"]["devices"].values() for each in findings):
+        one["speed"] = {"aligned": {"float16": 3.0, "bfloat16": 2.0}.get(one["format"], 1.0), "unaligned": 1.0}
+    file.write_text(json.dumps(saved))
+    assert choose([adapter])[0] == "mixed_float16"
+    for one in (each for findings in saved["found"]["devices"].values() for each in findings):
+        one["verdict"] = "wrong" if (one["operation"], one["format"]) == ("conv", "float16") else "right"
+    file.write_text(json.dumps(saved))
+    assert choose([adapter])[0] == "mixed_bfloat16"
 
 
 MIXED = """

@@ -215,7 +215,12 @@ device = {{"name": "cpu (NumPy)", "fast": []}}
 described = {{"version": np.__version__, "devices": [device], "notes": []}}
 adapter = AdapterTable("mine", {{}}, owns=complex, verbs={{"describe": lambda: described, "trial": trial}})
 """
-COMMAND = "import polyamp.doctor; polyamp.doctor._LIMIT = {limit}; from polyamp.cli import main; main()"
+COMMAND = """
+import polyamp.doctor, polyamp.selftest
+polyamp.doctor._LIMIT, polyamp.selftest.WIDTHS = {limit}, (64,)
+from polyamp.cli import main
+main()
+"""
 
 
 def doctor(folder: Path, fault: str, *more: str, limit: float = 60.0) -> subprocess.CompletedProcess[str]:

@@ -51,6 +51,9 @@ ABSENT = re.compile(rf"ModuleNotFoundError: No module named '({'|'.join(TESTS_ON
 ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",  # hide TensorFlow's start-up notices
     "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # three frameworks share one GPU
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # a second process would import PyTorch, for few programs
+    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # headers take longer than the programs
+    "TORCHINDUCTOR_VEC_ISA_OK": "0",  # to ask the C++ compiler for each of a CPU's vector units takes 15 seconds
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
 }
 

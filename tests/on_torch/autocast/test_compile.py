@@ -263,7 +263,7 @@ def test_code_that_is_cached_on_disk_belongs_to_its_policy() -> None:
     from torch._inductor.utils import fresh_cache
 
     found = []
-    with fresh_cache(), torch._inductor.config.patch(compile_threads=1):
+    with fresh_cache():
         for policy in (NATIVE, RAISE, NATIVE):
             torch._dynamo.reset()
             with polyamp.autocast(policy):

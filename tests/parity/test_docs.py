@@ -29,6 +29,9 @@ WIDEST = 76  # columns that a page of the site, and of GitHub on a small screen,
 ELSEWHERE = ["docs/guides/jax_at_scale.md", *(page for page in PAGES if page.startswith("docs/trainers/"))]
 """Pages that another suite runs, since they need more than the frameworks, or several devices."""
 
+ALONE = ("README.md", "docs/start/first_run.md")
+"""Pages for newcomers, of which each block is a program."""
+
 FRAMEWORKS = ("torch", "jax", "keras", "tensorflow")
 
 
@@ -47,20 +50,14 @@ def words(text: str) -> set[str]:
 def test_python_runs_and_prints_what_is_shown(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "lstm"))
-    namespace: dict[str, object] = {"__name__": "__main__"}
+    namespace: dict[str, object] = {}
     for code, output in shown(page, "python"):
+        namespace = {} if page in ALONE else namespace
+        namespace["__name__"] = "__main__"
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(code, "train.py", "exec"), namespace)
         assert words(output) <= words(printed.getvalue()), words(output) - words(printed.getvalue())
-
-
-ALONE = [(page, code) for page in ("README.md", "docs/start/first_run.md") for code, _ in shown(page, "python")]
-
-
-@pytest.mark.parametrize(("page", "code"), ALONE, ids=[f"{page}-{code.split()[1]}" for page, code in ALONE])
-def test_a_program_for_newcomers_runs_alone(page: str, code: str) -> None:
-    exec(compile(code, "train.py", "exec"), {"__name__": "__main__"})
 
 
 COMMANDS = [piece for page in PAGES for piece in shown(page, "sh") if piece[1] and piece[0].startswith("polyamp")]

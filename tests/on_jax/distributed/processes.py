@@ -99,6 +99,7 @@ def test_an_overflow_in_one_process_skips_the_step_in_both(params: Tree) -> None
         np.testing.assert_allclose(np.float32(gathered[name].addressable_data(0)), np.float32(expected), rtol=2e-3)
 
 
+@pytest.mark.filterwarnings("ignore:jax.sharding.PmapSharding is deprecated")  # by pmap itself, in JAX 0.9
 def test_pmap_over_both_processes() -> None:
     """Each process sees its own copies of the scale only, and saves and loads it all the same."""
     tx = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16", axis_name="data")

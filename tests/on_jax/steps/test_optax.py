@@ -102,6 +102,8 @@ def test_donated_step_needs_no_second_copy_of_anything(half: bool, max_grad_norm
     memory = donated.lower(weights, tx.init(weights), weights).compile().memory_analysis()
     count = sum(weight.size for weight in weights)
     assert memory.alias_size_in_bytes >= count * (14 if half else 12)
+    if max_grad_norm and jax.__version_info__ < (0, 10):
+        spare = 8  # JAX 0.9's XLA keeps the squares twice
     assert memory.temp_size_in_bytes <= count * spare * 1.1
 
 

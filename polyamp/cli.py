@@ -264,6 +264,14 @@ def run(
             allowed="a Python file, or a folder with __main__.py; after -m the name of a module",
             fix="options of polyamp run come before the script, the script's own after it",
         )
+    if policy is not None and policy.strip().lower() == "auto":
+        raise InvalidValueError(
+            "auto depends on the loaded framework, which the script has yet to load",
+            where="polyamp run --policy",
+            found="auto",
+            allowed="a policy's name, such as mixed_bfloat16",
+            fix="""python -c "import torch, polyamp; print(polyamp.policy('auto'))" prints the name for PyTorch""",
+        )
     _check_files(None if report is None else str(report))
     chosen = None if policy is None else polyamp.policy(policy)
     hook, sys.excepthook = sys.excepthook, sys.__excepthook__  # typer's is not the one that a script expects

@@ -143,6 +143,13 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_script_runs() -> 
     assert not Path("ran").exists()
 
 
+def test_auto_is_refused_because_the_script_loads_the_framework() -> None:
+    write("train.py", "open('ran', 'w').close()")
+    result = command("--policy", "Auto", "train.py")
+    assert "depends on the loaded framework" in str(result.exception)
+    assert not Path("ran").exists()
+
+
 def test_a_policy_without_a_framework_is_a_verdict(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

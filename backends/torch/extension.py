@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import torch
 
 from polyamp.errors import ExtensionError, InvalidValueError, warn_once
-from polyamp.report import cache_folder
 
 VARIABLE = "POLYAMP_EXTENSION"
 MODES = ("auto", "off", "require")
@@ -146,8 +145,10 @@ def path_of(name: str) -> Path:
     made.update(str(torch.__version__).encode())
     for source in sorted(CSRC.glob("*.[ch]*")):  # not check.py, nor the bytecode that Python leaves beside it
         made.update(f"\0{source.name}\0".encode() + source.read_bytes())
-    elsewhere = None if os.environ.get("POLYAMP_CACHE") else os.environ.get("TORCH_EXTENSIONS_DIR")
-    return Path(elsewhere or cache_folder()).absolute() / f"{name}-{made.hexdigest()[:20]}" / f"polyamp_{name}.so"
+    # The last is `polyamp.report.cache_folder`, which a plain step need not load.
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    cache = os.environ.get("POLYAMP_CACHE") or os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(home, "polyamp")
+    return Path(cache).absolute() / f"{name}-{made.hexdigest()[:20]}" / f"polyamp_{name}.so"
 
 
 def build(name: str, *, force: bool = False) -> Path:

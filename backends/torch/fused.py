@@ -86,7 +86,8 @@ class FusedStep:
             return False
         self._counts_on_device = True
         if optimizer.masters is not None:
-            optimizer.masters.clear_gradients()  # the operators' masters follow their parameters
+            optimizer.masters.follow(idle=True)  # the operators let the others follow
+            optimizer.masters.clear_gradients()
         device = batches[0].device if batches else self._inner.param_groups[0]["params"][0].device
         scale, control = scale_on(scaling.factor, device), scaler.control_on(device)
         grads = [batch.grads() for batch in batches]

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.kernels.control import where
 from polyamp.backends.torch.ranks import OverflowedRanks, any_rank, shard_group
 from polyamp.backends.torch.unstable import have_flattened
 
@@ -97,7 +96,8 @@ class Gradients:
             total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
             factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
             if skipped is not None:
-                factor = where(skipped.to(factor.device) == 0, factor, 1.0)
+                # not 1.0, which torch would send to the device, and wait
+                factor = torch.where(skipped.to(factor.device) == 0, factor, torch.ones_like(factor))
             for bucket in buckets.values():
                 torch._foreach_mul_(bucket, factor.to(bucket[0].device))
             return total

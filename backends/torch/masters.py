@@ -136,12 +136,15 @@ class MasterWeights:
         self.update_model()
 
     @torch.no_grad()
-    def follow(self) -> None:
-        """Update masters after a write to the model; elements that were not written keep all bits."""
-        # A write through ``param.data`` leaves no trace but the values, so these are compared.
-        if not self.model:
+    def follow(self, *, idle: bool = False) -> None:
+        """Update masters after a write to the model, or only those ``idle``, which the next step does not update."""
+        # A write through ``param.data`` leaves no trace but the values, so these are compared. Elements that were not
+        # written keep all bits.
+        pairs = [*zip(self.model, self.masters, strict=True)]
+        pairs = [(local(param), local(master)) for param, master in pairs if not idle or param.grad is None]
+        if not pairs:
             return
-        model, masters = [*map(local, self.model)], [*map(local, self.masters)]
+        model, masters = zip(*pairs, strict=True)
         rounded = [torch.empty_like(param) for param in model]
         torch._foreach_copy_(rounded, masters)
         for param, master, low in zip(model, masters, rounded, strict=True):

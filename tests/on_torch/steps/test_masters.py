@@ -142,3 +142,16 @@ def test_what_masters_and_float32_parameters_beside_them_changed_counts_when_a_l
     torch.testing.assert_close(low.detach().float(), expected, rtol=2e-3, atol=0)
     expected = torch.tensor([3 - 0.125 * (1 + share), 4 - 0.125 * 2 * (1 + share)])
     torch.testing.assert_close(full.detach(), expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_master_follows_although_its_parameter_has_no_gradient(fused: bool) -> None:
+    params = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2)]
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(params, lr=0.1), "bfloat16", fused_step=fused)
+    with torch.no_grad():
+        params[0].mul_(0.5)
+    opt.backward(params[1].float().sum())
+    opt.step()
+    idle, stepped = opt.param_groups[0]["params"]
+    assert idle.tolist() == [0.5] * 3
+    assert stepped.tolist() == pytest.approx([0.9] * 3)

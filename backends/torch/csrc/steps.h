@@ -68,7 +68,7 @@ POLYAMP_EVERYWHERE void step_eight(const StepTable<Rule>& table, uint32_t tensor
     if (!Rule::kMayLackMoments || data[kMoment + m][tensor])
       lanes.template load<Float32>(data[kMoment + m][tensor], moments[m]);
   POLYAMP_UNROLL
-  for (int i = 0; i < kVector; ++i) 
+  for (int i = 0; i < kVector; ++i)
     values[i] = Rule::update(values[i], Param::widen(grads.get(i)), moments, i, coefficients);
   POLYAMP_UNROLL
   for (int m = 0; m < Rule::kMoments; ++m)

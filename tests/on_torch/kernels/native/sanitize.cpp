@@ -121,8 +121,9 @@ struct Parameter {
         values(size), firsts(size), seconds(size) {
     *count.as<float>() = static_cast<float>(size % 3);  // tensors may have had other numbers of steps
     for (int64_t i = 0; i < size; ++i) {
-      put(kind, param, i, random_float());
-      if (kind.master == 4) master.as<float>()[i] = random_float();
+      const float value = random_float();
+      put(kind, param, i, value);  // a parameter is its master rounded
+      if (kind.master == 4) master.as<float>()[i] = value;
     }
   }
   std::vector<std::vector<char>> copy() const {

@@ -148,9 +148,14 @@ class MasterWeights:
         rounded = [torch.empty_like(param) for param in model]
         torch._foreach_copy_(rounded, masters)
         for param, master, low in zip(model, masters, rounded, strict=True):
-            is_changed = param.view(torch.int16) != low.view(torch.int16)  # as integers several times as fast
-            if param.device.type != "cpu" or is_changed.any():  # without waiting for the device
-                torch.where(is_changed, param.float(), master, out=master)
+            written = is_written(param, low)
+            if param.device.type != "cpu" or written.any():  # without waiting for the device
+                torch.where(written, param.float(), master, out=master)
+
+
+def is_written(param: Tensor, rounded: Tensor) -> Tensor:
+    """Return which elements of a 16-bit parameter are not its master rounded, bit for bit."""
+    return param.view(torch.int16) != rounded.view(torch.int16)  # as integers several times as fast
 
 
 def make_masters(inner: torch.optim.Optimizer, wanted: bool | None) -> MasterWeights | None:

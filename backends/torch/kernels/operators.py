@@ -30,6 +30,7 @@ from torch import Tensor
 
 from polyamp.backends.torch.kernels.arguments import DECOUPLED, MAXIMIZE, NESTEROV, SGD, Adam, Settings
 from polyamp.backends.torch.kernels.control import APPLIED, LOSSES_FINITE, pack_, unpack, where
+from polyamp.backends.torch.masters import is_written
 from polyamp.scale import advance
 
 Tensors = Sequence[Tensor]
@@ -128,8 +129,7 @@ def _step(
 
 def followed(master: Tensor, param: Tensor) -> Tensor:
     """Return a master, with the parameter's value where the parameter is not the master rounded: it was written to."""
-    is_changed = param.view(torch.int16) != master.to(param.dtype).view(torch.int16)
-    return torch.where(is_changed, param.float(), master)
+    return torch.where(is_written(param, master.to(param.dtype)), param.float(), master)
 
 
 # Each product and sum is rounded to float32 separately, in the order of the kernels (csrc/update_rules.h): the CPU

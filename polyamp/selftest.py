@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,12 +30,14 @@ if TYPE_CHECKING:
     import numpy as np
 
     Array = np.ndarray[Any, Any]
-    Trial = Callable[[str, "tuple[Array, ...]", str, str], "tuple[Array, Callable[[], object]]"]
+    Run = Callable[[int], object]  # runs an operation so many times, and waits for the device
+    Trial = Callable[[str, "tuple[Array, ...]", str, str], "tuple[Array, Run]"]
 
 TESTED = ("float32", "float16", "bfloat16")
 SHAPES = ((64, 16), (64, 4096), (61, 509))  # width and depth: shallow, deep, and not a multiple of 8
 WIDTHS = (512, 1024, 2048, 4096)  # for timing: the first that takes float32 as long as this
 LEAST_SECONDS = 5e-4
+TURN_SECONDS = 2e-3  # float32 runs about so long without a wait, so that a GPU does not wait for the host
 ROUNDS, PATIENCE = 15, 0.2  # of timing one operation: at most so many, and no more after so many seconds
 FAST, SLOW = 1.1, 0.9  # times as fast as float32; in between, as fast as it
 GROWTH = 4  # times the error of a shallow sum that a deep one has if it is not added in float32
@@ -84,7 +85,12 @@ def _attention(query: Array, key: Array, value: Array) -> Array:
 OPERATIONS: dict[str, Operation] = {
     "matmul": Operation(lambda draw, width, depth: (draw(width, depth), draw(depth, width)), lambda a, b: a @ b, 3),
     "conv": Operation(
-        lambda draw, width, depth: (draw(8, 16, 16, -(-depth // 8)), draw(3, 3, -(-depth // 8), width // 8)), _conv, 8
+        lambda draw, width, depth: (
+            draw(max(8, width // 16), 16, 16, -(-depth // 8)),
+            draw(3, 3, -(-depth // 8), width // 8),
+        ),
+        _conv,
+        8,
     ),
     "layer_norm": Operation(lambda draw, width, depth: (draw(4 * width, depth) - 0.5,), _layer_norm, 8),
     "softmax": Operation(lambda draw, width, depth: (4 * draw(4 * width, depth) - 2,), _softmax, 8),
@@ -143,7 +149,7 @@ def _judged(name: str, format_name: str, errors: Mapping[int, float]) -> tuple[s
     found = f"error {errors[worst]:.1e} at depth {worst}, allowed {bounds[worst]:.1e}"
     for other in ("tensorfloat32", "bfloat16") if format_name == "float32" else ():
         if all(error <= bounds[depth] + 2 * FORMATS[other].epsilon for depth, error in errors.items()):
-            return "right", f"with the error of {other}: {found}"
+            return "right", f"with the error of {other}: {found} in {format_name} itself"
     shallow, deep = min(errors), max(errors)
     if errors[deep] > GROWTH * errors[shallow]:
         return "wrong", f"adds in 16 bits: {found}, and {errors[shallow]:.1e} at depth {shallow}"
@@ -176,25 +182,25 @@ def _in_a_line(error: Exception) -> str:
 # --- speed -----------------------------------------------------------------------------------------------------------
 
 
-def _seconds(run: Callable[[], object]) -> float:
+def _seconds(run: Run, times: int = 1) -> float:
     began = time.perf_counter()
-    run()
+    run(times)
     return time.perf_counter() - began
 
 
-def _medians(runs: Iterable[Callable[[], object]]) -> list[float]:
-    """Return the median time of each function, run in turns."""
+def _shortest(runs: Iterable[Run], times: int) -> list[float]:
+    """Return the shortest time of each function, run in turns: longer ones are of a machine that did something else."""
     runs, rounds, end = list(runs), list[list[float]](), time.perf_counter() + PATIENCE
     while len(rounds) < 3 or (len(rounds) < ROUNDS and time.perf_counter() < end):
-        rounds.append([_seconds(run) for run in runs])
-    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+        rounds.append([_seconds(run, times) for run in runs])
+    return [min(seconds) for seconds in zip(*rounds, strict=True)]
 
 
 def _time(trial: Trial, device: str, findings: Sequence[dict[str, Any]]) -> None:
     """Write into the findings of one operation, float32's first, how many times as fast as float32 each format is."""
     import numpy as np
 
-    def run_of(finding: dict[str, Any], size: int) -> Callable[[], object]:
+    def run_of(finding: dict[str, Any], size: int) -> Run:
         name, format_name = finding["operation"], finding["format"]
         result, run = trial(name, inputs_of(name, format_name, size, size), format_name, device)
         if not np.isfinite(result).all():
@@ -202,11 +208,15 @@ def _time(trial: Trial, device: str, findings: Sequence[dict[str, Any]]) -> None
         return run
 
     timed = [one for one in findings if one["verdict"] != "not supported"]
-    width = next((size for size in WIDTHS if _seconds(run_of(timed[0], size)) >= LEAST_SECONDS), WIDTHS[-1])
+    for width in WIDTHS:
+        seconds = min(map(_seconds, [run_of(timed[0], width)] * 3))
+        if seconds >= LEAST_SECONDS:
+            break
+    times = round(TURN_SECONDS / min(max(seconds, LEAST_SECONDS / 10), TURN_SECONDS))
     for kind, size in (("aligned", width), ("unaligned", width - 3)):
-        medians = _medians([run_of(one, size) for one in timed])
-        for finding, seconds in zip(timed, medians, strict=True):
-            finding["speed"][kind] = round(medians[0] / max(seconds, 1e-9), 2)
+        shortest = _shortest([run_of(one, size) for one in timed], times)
+        for finding, taken in zip(timed, shortest, strict=True):
+            finding["speed"][kind] = round(shortest[0] / max(taken, 1e-9), 2)
 
 
 def examine(
@@ -277,7 +287,8 @@ def notes_on(device: Mapping[str, Any], findings: Iterable[Mapping[str, Any]]) -
     name, notes = device["name"], []
     for one in findings:
         if one["why"]:
-            notes.append(f"{name}: {one['operation']} in {one['format']} is {one['verdict']}: {one['why']}")
+            said = ", " if one["verdict"] == "right" else ": "
+            notes.append(f"{name}: {one['operation']} in {one['format']} is {one['verdict']}{said}{one['why']}")
         speed = one["speed"].get("aligned", 1.0)
         if one["operation"] in ("matmul", "conv") and one["format"] != "float32":
             does, has = f"{one['operation']} in {one['format']} runs at {speed:g} times float32's speed", device["fast"]

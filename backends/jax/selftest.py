@@ -32,10 +32,10 @@ _OPERATIONS: dict[str, Callable[..., jax.Array]] = {
 
 def trial(
     operation: str, arrays: tuple[np.ndarray[Any, Any], ...], format_name: str, device: str
-) -> tuple[np.ndarray[Any, Any], Callable[[], object]]:
-    """Run an operation, and return its result and a function that runs it again and waits for the device."""
+) -> tuple[np.ndarray[Any, Any], Callable[[int], object]]:
+    """Run an operation; return its result, and a function that runs it so many times and waits for the device."""
     function = _OPERATIONS[operation]
     place = next(one for one in jax.local_devices() if f"{one.platform}:{one.id}" == device)
     inputs = [jax.device_put(array.astype(jnp.dtype(format_name)), place) for array in arrays]
     result = np.asarray(function(*inputs)).astype(np.float64)
-    return result, lambda: function(*inputs).block_until_ready()
+    return result, lambda times: jax.block_until_ready([function(*inputs) for _ in range(times)])

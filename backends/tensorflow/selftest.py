@@ -31,8 +31,8 @@ _OPERATIONS: dict[str, Callable[..., tf.Tensor]] = {
 
 def trial(
     operation: str, arrays: tuple[np.ndarray[Any, Any], ...], format_name: str, device: str
-) -> tuple[np.ndarray[Any, Any], Callable[[], None]]:
-    """Run an operation, and return its result and a function that runs it again and waits for the device."""
+) -> tuple[np.ndarray[Any, Any], Callable[[int], None]]:
+    """Run an operation; return its result, and a function that runs it so many times and waits for the device."""
     function = _OPERATIONS[operation]
     with tf.device(device):
         inputs = [tf.cast(array, format_name) for array in arrays]
@@ -41,8 +41,9 @@ def trial(
         with tf.device(device):
             return function(*inputs)
 
-    def run_and_wait() -> None:
-        run()
+    def run_and_wait(times: int) -> None:
+        for _ in range(times):
+            run()
         tf.test.experimental.sync_devices()
 
     return run().numpy().astype(np.float64), run_and_wait

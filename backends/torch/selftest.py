@@ -35,16 +35,17 @@ _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 @torch.no_grad()
 def trial(
     operation: str, arrays: tuple[np.ndarray[Any, Any], ...], format_name: str, device: str
-) -> tuple[np.ndarray[Any, Any], Callable[[], None]]:
-    """Run an operation, and return its result and a function that runs it again and waits for the device."""
+) -> tuple[np.ndarray[Any, Any], Callable[[int], None]]:
+    """Run an operation; return its result, and a function that runs it so many times and waits for the device."""
     function = _OPERATIONS[operation]
     tensors = [torch.from_numpy(array).to(device, DTYPES[format_name]) for array in arrays]
     if operation == "conv":  # a kernel's layout is chosen once, as a module's weight is
         tensors[1] = tensors[1].permute(3, 2, 0, 1).contiguous(memory_format=torch.channels_last).permute(2, 3, 1, 0)
 
     @torch.no_grad()
-    def run() -> None:
-        function(*tensors)
+    def run(times: int) -> None:
+        for _ in range(times):
+            function(*tensors)
         if device.startswith("cuda"):
             torch.cuda.synchronize(device)
 

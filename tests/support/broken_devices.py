@@ -10,19 +10,19 @@ import numpy as np
 from polyamp.selftest import OPERATIONS
 
 Array = np.ndarray[Any, Any]
-Trial = Callable[[str, tuple[Array, ...], str, str], tuple[Array, Callable[[], object]]]
+Trial = Callable[[str, tuple[Array, ...], str, str], tuple[Array, Callable[[int], object]]]
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
 
 def numpy_trial(
     operation: str, arrays: tuple[Array, ...], format_name: str, device: str
-) -> tuple[Array, Callable[[], object]]:
+) -> tuple[Array, Callable[[int], object]]:
     """Compute in float32 with NumPy and round to the format, as a right device does."""
 
-    def run() -> Array:
-        return OPERATIONS[operation].exact(*arrays).astype(DTYPES[format_name])
+    def run(times: int) -> list[Array]:
+        return [OPERATIONS[operation].exact(*arrays).astype(DTYPES[format_name]) for _ in range(times)]
 
-    return run().astype(np.float64), run
+    return run(1)[0].astype(np.float64), run
 
 
 @dataclasses.dataclass
@@ -36,7 +36,7 @@ class Broken:
 
     def __call__(
         self, operation: str, arrays: tuple[Array, ...], format_name: str, device: str
-    ) -> tuple[Array, Callable[[], object]]:
+    ) -> tuple[Array, Callable[[int], object]]:
         result, run = self.trial(operation, arrays, format_name, device)
         if (operation, format_name) == (self.operation, self.format_name):
             result = self.worse(result, *arrays)
@@ -73,9 +73,9 @@ def with_rounded_inputs(bits: int) -> Callable[..., Array]:
 def slower(trial: Trial, operation: str, format_name: str) -> Trial:
     """A device that computes one operation in one format twenty times instead of once."""
 
-    def slow(name: str, arrays: tuple[Array, ...], chosen: str, device: str) -> tuple[Array, Callable[[], object]]:
+    def slow(name: str, arrays: tuple[Array, ...], chosen: str, device: str) -> tuple[Array, Callable[[int], object]]:
         result, run = trial(name, arrays, chosen, device)
-        times = 20 if (name, chosen) == (operation, format_name) else 1
-        return result, lambda: [run() for _ in range(times)]
+        more = 20 if (name, chosen) == (operation, format_name) else 1
+        return result, lambda times: run(more * times)
 
     return slow

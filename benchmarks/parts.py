@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -97,10 +98,11 @@ def allowance(parts: Sequence[Part], left: float | None) -> float:
 def registered(folder: Path, root: Path = ROOT) -> str:
     """Write into ``folder`` the metadata that an installation would register; return a PYTHONPATH of both."""
     project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    info = folder / f"{project['name']}-{project['version']}.dist-info"
+    version = runpy.run_path(str(root / "polyamp" / "version.py"))["__version__"]
+    info = folder / f"{project['name']}-{version}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n", encoding="utf-8"
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {version}\n", encoding="utf-8"
     )
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}
     lines = [

@@ -19,6 +19,7 @@ from polyamp.verbs import (
     value_and_grad,
     wrap_optimizer,
 )
+from polyamp.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from polyamp.diagnosis.calibrate import calibrate
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from polyamp.diagnosis.watch import watch
     from polyamp.plan import Plan
     from polyamp.rewriting import explain, rewrite
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LossScale",

@@ -15,7 +15,6 @@ import json
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from polyamp.errors import PolyampError
 from polyamp.formats import FORMATS, cpu_flags
 from polyamp.report import cache_folder, finite, write_json
+from polyamp.version import __version__
 
 if TYPE_CHECKING:
     import numpy as np
@@ -340,7 +340,7 @@ def _key(name: str, described: Mapping[str, Any]) -> dict[str, Any]:
     """Return all that the result of a test depends on, as JSON values."""
     driver = Path("/proc/driver/nvidia/version")
     return {
-        "polyamp": sys.modules["polyamp"].__version__,  # an import of the package, which imports this, is a circle
+        "polyamp": __version__,
         "framework": f"{name} {described['version']}",
         "devices": [device["name"] for device in described["devices"]],
         "driver": driver.read_text() if driver.exists() else "",

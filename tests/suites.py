@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -29,7 +30,10 @@ PYTEST = {  # the longest first, so that the processors end together
     # the examples of public names; the conftest is named because the package lies outside tests/
     "doctests": ["--suite=parity", "--doctest-modules", "--ignore-glob=*/integrations/*", f"{TESTS}/conftest.py"],
 }
-COMMANDS = {"doctor": ["polyamp", "doctor"]}
+COMMANDS = {  # of the installed wheel, as its users run them: where no checkout is
+    "doctor": ["polyamp", "doctor"],
+    "demo": ["polyamp", "demo", "--framework=torch", "--steps=2"],
+}
 
 
 def command(name: str, more: list[str]) -> list[str]:
@@ -40,7 +44,15 @@ def command(name: str, more: list[str]) -> list[str]:
 
 def run(name: str, more: list[str]) -> tuple[str, int, float, str]:
     began = time.monotonic()
-    done = subprocess.run(command(name, more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    with tempfile.TemporaryDirectory() as elsewhere:
+        done = subprocess.run(
+            command(name, more),
+            cwd=elsewhere if name in COMMANDS else None,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
     return name, done.returncode, time.monotonic() - began, done.stdout
 
 

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
 from packaging.requirements import Requirement
 
 import polyamp
@@ -54,11 +55,14 @@ def wheel_files(tree: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_wheel_has_every_source_the_types_and_the_licence(tree: Path) -> None:
-    files = wheel_files(tree)
-    assert {name for name in files if name.endswith(SUFFIXES)} == SOURCES
-    assert "polyamp/py.typed" in files
-    assert f"polyamp-{polyamp.__version__}.dist-info/licenses/LICENSE" in files
+def test_wheel_has_every_source_the_types_the_licence_and_nothing_else(tree: Path) -> None:
+    wheel, info = zipfile.ZipFile(build(tree, "wheel")), f"polyamp-{polyamp.__version__}.dist-info"
+    files = {name for name in wheel.namelist() if not name.startswith(f"{info}/")}
+    assert files == {*SOURCES, "polyamp/py.typed"}
+    assert f"{info}/licenses/LICENSE" in wheel.namelist()
+    described = Metadata.from_email(wheel.read(f"{info}/METADATA"), validate=True)
+    assert str(described.version) == polyamp.__version__
+    assert described.description == (ROOT / "README.md").read_text()
 
 
 @pytest.mark.slow
@@ -82,9 +86,10 @@ def test_the_check_sees_a_package_that_is_not_listed(tree: Path) -> None:
     assert all(name.startswith("polyamp/backends/torch/") for name in missing)
 
 
-def test_version_is_the_same_everywhere() -> None:
-    assert polyamp.__version__ == PROJECT["project"]["version"]
-    assert f"\nversion: {polyamp.__version__}\n" in (ROOT / ".github" / "CITATION.cff").read_text()
+def test_the_version_is_written_in_one_place() -> None:
+    names = ("pyproject.toml", "README.md", ".mkdocs.yml", ".ci/*", ".github/*.*", "docs/start/*.md", "polyamp/*.py")
+    files = [path for name in names for path in ROOT.glob(name)]
+    assert [path.name for path in files if polyamp.__version__ in path.read_text()] == ["version.py"]
 
 
 def test_pre_commit_runs_the_ruff_of_the_tests() -> None:

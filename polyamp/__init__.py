@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from polyamp.diagnosis.lint import lint
     from polyamp.diagnosis.parity import parity
     from polyamp.diagnosis.probe import probe
+    from polyamp.diagnosis.profile import profile
     from polyamp.diagnosis.watch import watch
     from polyamp.plan import Plan
     from polyamp.rewriting import explain, rewrite
@@ -53,6 +54,7 @@ __all__ = [
     "parity",
     "policy",
     "probe",
+    "profile",
     "rewrite",
     "save_loss_scale",
     "scale_loss",
@@ -66,7 +68,10 @@ _ON_FIRST_USE = {
     "Plan": "plan",
     "explain": "rewriting",
     "rewrite": "rewriting",
-    **{verb: f"diagnosis.{verb}" for verb in ("calibrate", "diagnose", "health", "lint", "parity", "probe", "watch")},
+    **{
+        verb: f"diagnosis.{verb}"
+        for verb in ("calibrate", "diagnose", "health", "lint", "parity", "probe", "profile", "watch")
+    },
 }
 """The module of each name that a training step does not need. It is loaded when the name is used."""
 

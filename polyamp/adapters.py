@@ -42,8 +42,10 @@ from polyamp.trees import named_in, walk
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+    from pathlib import Path
 
     from polyamp.diagnosis.lint import Facts
+    from polyamp.diagnosis.profile import Trace
     from polyamp.diagnosis.recording import Recording
     from polyamp.plan import Plan
     from polyamp.policies import Policy
@@ -170,6 +172,22 @@ class Adapter(Protocol):
         A step that returns a loss is differentiated; a training step is recorded up to its update. ``widened`` computes
         the policy's 16-bit work in float32, so that nothing overflows or is lost. ``scale`` multiplies the loss; None
         keeps the step's own.
+        """
+
+    # For a framework that has a profiler.
+    def time_step(
+        self,
+        step: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        policy: Policy | None,
+        *,
+        runs: int,
+        folder: Path,
+    ) -> Trace:
+        """Run ``step`` as in a training loop, then so many times under the profiler, which writes into ``folder``.
+
+        What the step changes stays changed. ``policy`` None runs it as it is.
         """
 
     # For a framework that can report facts about a step before it runs.

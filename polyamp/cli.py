@@ -194,6 +194,32 @@ def diagnose(
 
 
 @app.command()
+def profile(
+    target: StepTarget,
+    policy: Annotated[
+        str | None, typer.Option("--policy", help="Policy, by name; by default the step runs as it is.")
+    ] = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="Runs under the profiler.  [5]")] = None,
+    folder: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Keep the profiler's file in here.  [polyamp_profile]")
+    ] = None,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+    backend: Backend = None,
+) -> None:
+    """Show where the time of a step goes: 16-bit products, casts, memory-bound work, the optimizer, the host.
+
+    The step runs several times, and what it changes stays changed. Perfetto and TensorBoard open the profiler's file.
+    """
+    _check_files(json_file, plot_file)
+    with _printing_elsewhere(json_file):
+        found = step_of(target).call(polyamp.profile, policy=policy, runs=runs, folder=folder, backend=backend)
+    _show([found], found.as_dict(), json_file)
+    if plot_file is not None:
+        found.plot(plot_file)
+
+
+@app.command()
 def parity(
     target: Annotated[str, typer.Argument(help=_TRAIN, metavar="MODULE:FUNCTION", show_default=False)],
     policy: Annotated[list[str] | None, typer.Option(help="Policy, by name; may be repeated.  [mixed_float16]")] = None,

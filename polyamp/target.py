@@ -103,7 +103,13 @@ def _module(name: str, text: str) -> Any:
 
 
 def _of_mapping(made: Mapping[str, Any], key: str, text: str) -> Target:
-    verbs: tuple[Callable[..., Any], ...] = (polyamp.diagnose, polyamp.explain, polyamp.lint, polyamp.parity)
+    verbs: tuple[Callable[..., Any], ...] = (
+        polyamp.diagnose,
+        polyamp.explain,
+        polyamp.lint,
+        polyamp.parity,
+        polyamp.profile,
+    )
     options = {name for verb in verbs for name in _options_of(verb)}
     unknown = sorted(made.keys() - options - {"step", "train", "args", "kwargs"})
     if unknown:

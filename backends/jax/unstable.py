@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
+import jax.extend.backend
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal
@@ -292,3 +293,10 @@ def users_cast(equation: Any) -> str:
 
 
 _NOT_USERS = ("/jax/_src/", "/jax/numpy/", "/polyamp/backends/", "/backends/jax/")
+
+
+def compiled_programs() -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of every compiled program that is loaded, with the place of each instruction."""
+    for executable in jax.extend.backend.get_backend().live_executables():
+        for program in executable.hlo_modules():
+            yield program.name, program.to_string()

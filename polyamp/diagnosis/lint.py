@@ -315,10 +315,15 @@ def _casts(facts: Facts, *, is_foreign: bool) -> Iterator[Fault]:
         yield _at(where, native=native, target=target, compute=facts.policy.compute)
 
 
+def odd_sizes(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Return the sizes of a product that should be a multiple of `ALIGNMENT` and are not."""
+    return tuple(dict.fromkeys(size for size in sizes if size > ALIGNMENT and size % ALIGNMENT))
+
+
 def _unaligned(facts: Facts) -> Iterator[Fault]:
     places: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
     for product in facts.products:
-        odd = tuple(dict.fromkeys(size for size in product.sizes if size > ALIGNMENT and size % ALIGNMENT))
+        odd = odd_sizes(product.sizes)
         if odd and _is_low(product.format):
             places.setdefault((product.name, product.format, odd), []).append(product.where)
     for (name, format_name, odd), where in places.items():

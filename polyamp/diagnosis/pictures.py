@@ -1,20 +1,23 @@
-"""The picture of a probe, drawn into an image file.
+"""The pictures of a probe and of a profile, drawn into image files.
 
-It takes the numbers to draw, so the report can import this module. matplotlib is needed only when it draws.
+They take the numbers to draw, so the reports can import this module. matplotlib is needed only when it draws.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from polyamp.diagnosis.recording import ACTIVATION, Recording
 from polyamp.diagnosis.spread import LOWEST, Spread
 from polyamp.formats import Format
-from polyamp.report import figure_for, save_figure
+from polyamp.report import figure_for, save_figure, share
 
 if TYPE_CHECKING:
     from os import PathLike
+
+    from polyamp.diagnosis.profile import Kind, Work
 
 FAINTEST = 1e-4
 """Share of a tensor's elements that has the palest colour of the heat map."""
@@ -71,3 +74,34 @@ def _shares(spread: Spread, low: int, high: int) -> list[float]:
     for place, count in enumerate(spread.counts):
         shares[min(max(place + LOWEST - low, 0), len(shares) - 1)] += count / max(spread.seen, 1)
     return [share or math.nan for share in shares]
+
+
+_COLOURS: dict[Kind, str] = {
+    "16-bit products": "#1f77b4",
+    "other compute": "#17becf",
+    "casts": "#d62728",
+    "memory-bound": "#ff7f0e",
+    "optimizer": "#9467bd",
+    "host": "#7f7f7f",
+}
+
+
+def draw_profile(
+    path: str | PathLike[str], title: str, shares: Mapping[Kind, float], host: str, works: Sequence[Work]
+) -> None:
+    """Draw the share of a step that each kind of work takes, and below it that of each place, into an image file."""
+    figure = figure_for(path, (10, 2.2 + 0.25 * len(works)))
+    axis = figure.subplots()
+    start = 0.0
+    for kind, part in shares.items():
+        label = f"{share(part)} {host if kind == 'host' else kind}"
+        axis.barh(0, part, left=start, color=_COLOURS[kind], label=label)
+        start += part
+    axis.barh(range(1, len(works) + 1), [one.share for one in works], color=[_COLOURS[one.kind] for one in works])
+    names = [f"{one.place} {one.format}" for one in works]
+    short = [name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}" for name in names]
+    axis.set_yticks(range(len(works) + 1), ["the step", *short], fontsize=7)
+    axis.set(xlim=(0, 1), ylim=(len(works) + 0.5, -0.5), xlabel="share of the step")
+    axis.legend(fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    save_figure(figure, path)

@@ -88,7 +88,7 @@ def distribution(folder: Path, name: str, entry: str) -> None:
 PUBLIC = """
 policy Policy current_policy set_global_policy LossScale LossScaleState advance StepResult wrap_optimizer autocast
 value_and_grad scale_loss rewrite convert explain Plan save_loss_scale load_loss_scale diagnose probe calibrate lint
-health watch parity PolyampError PolyampWarning
+health watch parity profile PolyampError PolyampWarning
 """
 
 

@@ -181,6 +181,13 @@ def _why_nothing(not_lowered: dict[str, str]) -> str:
     )
 
 
+def has_own_policy(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a training step enters its own policy, as with `polyamp.value_and_grad`, so that it is planned."""
+    with planning.recorded() as own:
+        program = Program(*as_pure(fn, args, kwargs)[:4])
+    return bool(own.found) and any(equation.is_backward for equation in walk(program.closed))
+
+
 def autocast(
     fn: Callable[..., Any], policy: Policy | str | None = None, *, argnums: int | Sequence[int] = 0
 ) -> Callable[..., Any]:

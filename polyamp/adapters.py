@@ -112,6 +112,10 @@ class Adapter(Protocol):
         ``device`` is the first word of a device's name in `describe`.
         """
 
+    # For a framework that trains in several processes.
+    def least_over_ranks(self, numbers: Sequence[float], /) -> list[float]:
+        """Return the least of each number over all ranks, each of which calls this; alone, a rank gets its own."""
+
     # For a framework with ambient autocast: operations are cast while a context is active.
     def autocast_context(self, policy: Policy) -> AbstractContextManager[Any]:
         """Return a new context in which operations run under ``policy``, on every device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from polyamp import adapters
@@ -33,22 +34,32 @@ def choose(loaded: Iterable[Any]) -> tuple[str, str]:
 
     float16 is chosen instead of bfloat16 only if it is clearly faster, because it needs a loss scale.
     """
-    described = {adapter.name: adapter.describe() for adapter in loaded}
-    found = {name: _speeds(name, one) for name, one in described.items() if one["devices"]}
+    found = [
+        _over_ranks(adapter, *_speeds(adapter.name, described))
+        for adapter in loaded
+        if (described := adapter.describe())["devices"]
+    ]
     if not found:
         return "float32", "no framework is loaded; import yours first"
-    why = "; ".join(reason for _, reason in found.values())
-    speeds = {
-        format_name: min(speed.get(format_name, 0.0) for speed, _ in found.values()) / (FAST if is_scaled else 1)
-        for format_name, is_scaled in (("bfloat16", False), ("float16", True))
-        if all(speed.get(format_name, 0.0) >= FAST for speed, _ in found.values())
-    }
-    return (_POLICIES[max(speeds, key=speeds.__getitem__)] if speeds else "float32"), why
+    least = {name: min(speeds.get(name, 0.0) for speeds, _ in found) for name in _POLICIES}
+    scores = {name: speed / (FAST if name == "float16" else 1) for name, speed in least.items() if speed >= FAST}
+    best = max(scores, key=scores.__getitem__, default=None)
+    return ("float32" if best is None else _POLICIES[best]), "; ".join(why for _, why in found)
+
+
+def _over_ranks(adapter: Any, speeds: dict[str, float], why: str) -> tuple[dict[str, float], str]:
+    """Return the least speeds of any rank, so that all ranks choose the same, and why."""
+    own = [speeds.get(name, 0.0) for name in _POLICIES]
+    least = adapter.least_over_ranks(own) if hasattr(adapter, "least_over_ranks") else own
+    if not all(map(partial(math.isclose, rel_tol=1e-6), least, own)):  # ranks exchange float32
+        slower = [name for name, one, other in zip(_POLICIES, least, own, strict=True) if one < other]
+        why += f"; slower, or not right, on another rank: {', '.join(slower)}"
+    return dict(zip(_POLICIES, least, strict=True)), why
 
 
 def _speeds(name: str, described: Mapping[str, Any]) -> tuple[dict[str, float], str]:
-    """Return the speed of each format that is right on a framework's first device, and how that is known."""
-    device, kept = described["devices"][0], kept_result(name, described)
+    """Return the speed of each format that is right on a framework's current device, and how that is known."""
+    device, kept = described["devices"][described.get("current", 0)], kept_result(name, described)
     if kept is None:
         fast = [format_name for format_name in _POLICIES if format_name in device["fast"]]
         units = ", ".join(fast) or "no 16-bit format"

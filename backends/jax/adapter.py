@@ -24,6 +24,7 @@ adapter = AdapterTable(
     owns=owns,
     verbs={
         "describe": describe,
+        "least_over_ranks": "polyamp.backends.jax.devices:least_over_ranks",
         "trial": "polyamp.backends.jax.selftest:trial",
         "cast": cast,
         "wrap_optimizer": "polyamp.backends.jax.transformation:wrap_optimizer",

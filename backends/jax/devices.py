@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
 import jax
+import numpy as np
 
 from polyamp.errors import check_compute
 from polyamp.formats import fast_on_gpu, report_slow_format
@@ -26,6 +28,15 @@ def describe() -> dict[str, Any]:
 def settings() -> dict[str, str]:
     """Return what decides how precise float32 products are."""
     return {_PRECISION: str(getattr(jax.config, _PRECISION)), "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
+
+
+def least_over_ranks(numbers: Sequence[float]) -> list[float]:
+    """Return the least of each number over all processes, each of which has to call this."""
+    if jax.process_count() == 1:
+        return list(numbers)
+    from jax.experimental import multihost_utils  # half a second that one process does not need
+
+    return multihost_utils.process_allgather(np.float32(numbers)).min(0).tolist()
 
 
 def _package_note(package: str) -> str:

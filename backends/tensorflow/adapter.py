@@ -22,6 +22,7 @@ adapter = AdapterTable(
     rewrites_unseen=True,  # the result is a tf.function before it sees arguments
     verbs={
         "describe": describe,
+        "least_over_ranks": "polyamp.backends.tensorflow.devices:least_over_ranks",
         "trial": "polyamp.backends.tensorflow.selftest:trial",
         "cast": cast,
         "wrap_optimizer": wrap_optimizer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -29,6 +29,15 @@ def settings() -> dict[str, str]:
     named = ("XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS")
     tensorfloat32 = str(tf.config.experimental.tensor_float_32_execution_enabled())
     return {"tensor_float_32_execution": tensorfloat32, **{name: os.environ.get(name, "") for name in named}}
+
+
+def least_over_ranks(numbers: Sequence[float]) -> list[float]:
+    """Return the least of each number over the workers of the current strategy, each of which has to call this."""
+    if not (tf.distribute.has_strategy() and tf.distribute.in_cross_replica_context()):
+        return list(numbers)
+    strategy = tf.distribute.get_strategy()
+    gathered = strategy.gather(strategy.run(lambda: tf.constant([numbers])), axis=0)
+    return gathered.numpy().min(0).tolist()
 
 
 @functools.cache

@@ -21,6 +21,7 @@ adapter = AdapterTable(
     owns=(torch.Tensor, torch.nn.Module, torch.optim.Optimizer),
     verbs={
         "describe": describe,
+        "least_over_ranks": "polyamp.backends.torch.ranks:least_over_ranks",
         "trial": "polyamp.backends.torch.selftest:trial",
         "cast": cast,
         "convert": "polyamp.backends.torch.convert:convert",

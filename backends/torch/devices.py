@@ -22,6 +22,7 @@ def describe() -> dict[str, Any]:
     return {
         "version": torch.__version__,
         "devices": [*gpus, cpu],
+        "current": torch.cuda.current_device() if gpus else 0,
         "extension": compiled.as_dict(),
         "settings": settings(),
         "notes": [*notes, str(compiled)],

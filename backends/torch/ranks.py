@@ -73,13 +73,27 @@ def any_rank(flag: Tensor, process_group: Any = None) -> tuple[Tensor, Overflowe
     distributed = torch.distributed
     here, size = distributed.get_rank(process_group), distributed.get_world_size(process_group)
     members = None if process_group is None else distributed.get_process_group_ranks(process_group)
-    backends = distributed.get_backend_config(process_group)  # such as "cpu:gloo,cuda:nccl"
-    types = [part.split(":")[0] for part in backends.split(",")]
-    device = flag.device if flag.device.type in types else torch.device(types[0])  # NCCL refuses CPU tensors
+    device = _device_for(flag.device, process_group)
     bits = torch.zeros((*flag.shape, -(-size // BITS)), dtype=torch.int64, device=device)
     bits[..., here // BITS] = flag.detach().ne(0).to(device, torch.int64) * (1 << here % BITS)
     distributed.all_reduce(bits, group=process_group)
     return bits.ne(0).any(-1).to(flag.device, torch.float32), OverflowedRanks(bits, members, here)
+
+
+def _device_for(wanted: torch.device, process_group: Any = None) -> torch.device:
+    """Return the device on which ranks combine tensors of a device: NCCL, for example, refuses those of the CPU."""
+    backends = torch.distributed.get_backend_config(process_group)  # such as "cpu:gloo,cuda:nccl"
+    types = [part.split(":")[0] for part in backends.split(",")]
+    return wanted if wanted.type in types else torch.device(types[0])
+
+
+def least_over_ranks(numbers: Sequence[float]) -> list[float]:
+    """Return the least of each number over all ranks, each of which has to call this."""
+    if not has_peers():
+        return list(numbers)
+    least = torch.tensor(numbers, device=_device_for(torch.device("cpu")))
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+    return least.tolist()
 
 
 def has_peers(process_group: Any = None) -> bool:

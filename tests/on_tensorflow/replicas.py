@@ -10,7 +10,8 @@ import tensorflow as tf
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.tensorflow import LossScaler
-from support.replica_strategies import BAD, COUNT, FINITE, LOCAL, STRATEGY, copies, on_each, several
+from support.replica_strategies import BAD, COUNT, FINITE, KIND, LOCAL, STRATEGY, copies, on_each, several
+from support.unlike_ranks import check_that_ranks_choose_the_same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*trains in float32:polyamp.PolyampWarning"),  # steps are what is tested here
@@ -122,6 +123,12 @@ def test_an_overflow_anywhere_skips_the_step_everywhere_and_gradients_are_summed
     assert loop.copies() == [[0.0, 1.0] if COUNT == 2 else [0.0, 2.0]] * LOCAL
     assert loop.scales() == [scale] * LOCAL
     assert loop.stepper.last_step().applied
+
+
+@pytest.mark.skipif(KIND != "two workers", reason="replicas of one process choose once")
+def test_workers_with_unlike_devices_choose_the_same_policy() -> None:
+    with STRATEGY.scope():
+        check_that_ranks_choose_the_same("tensorflow", STRATEGY.cluster_resolver.task_id)
 
 
 @several

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import polyamp
 from polyamp.backends.jax import apply_gradients, check_limits
+from support.unlike_ranks import check_that_ranks_choose_the_same
 
 RANK = int(os.environ["POLYAMP_TEST_RANK"])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -97,6 +98,10 @@ def test_an_overflow_in_one_process_skips_the_step_in_both(params: Tree) -> None
     gathered = jax.jit(lambda params: params, out_shardings=WHOLE)(held[0])
     for name, expected in alone[0].items():
         np.testing.assert_allclose(np.float32(gathered[name].addressable_data(0)), np.float32(expected), rtol=2e-3)
+
+
+def test_processes_with_unlike_devices_choose_the_same_policy() -> None:
+    check_that_ranks_choose_the_same("jax", RANK)
 
 
 @pytest.mark.filterwarnings("ignore:jax.sharding.PmapSharding is deprecated")  # by pmap itself, in JAX 0.9

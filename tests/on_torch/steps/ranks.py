@@ -24,6 +24,7 @@ from polyamp.backends.torch.ranks import any_rank, has_peers
 from support.forked_ranks import default_group
 from support.harness_torch import OPTIMIZERS, X, Y, skipping_on_device
 from support.torch_kinds import bits, memory
+from support.unlike_ranks import check_that_ranks_choose_the_same
 
 RANK = int(os.environ["RANK"])
 # An optimizer, and what skips: the host, the optimizer's kernel, or polyamp's operators.
@@ -124,6 +125,10 @@ def check_skip_and_resume(model: torch.nn.Module, opt: LossScaledOptimizer, brea
     assert opt.last_step.applied
     assert memory(model, opt) != before
     assert ranks_agree(opt.loss_scale)
+
+
+def test_ranks_with_unlike_devices_choose_the_same_policy() -> None:
+    check_that_ranks_choose_the_same("torch", RANK)
 
 
 @pytest.mark.parametrize("flags", [(0.0, 0.0), (2.0, 1.0), (math.nan, 0.0)])

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 STEPS = (HERE / "replicas.py", HERE.parent / "on_keras" / "replicas.py")
 REWRITTEN = HERE / "graphs" / "rewrite_devices.py"
 SUITES = "tensorflow,keras"
-MATTER = "(everywhere and function) or norm or saved or outside or several_processes"
+MATTER = "(everywhere and function) or norm or saved or outside or several_processes or unlike_devices"
 """What two processes test; eager steps are slow there."""
 
 

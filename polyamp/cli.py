@@ -158,12 +158,24 @@ def explain(
     json_file: JsonFile = None,
     backend: Backend = None,
     engine: Annotated[str | None, typer.Option("--engine", help="rewrite, or in PyTorch autocast.")] = None,
+    memory: Annotated[
+        float | None, typer.Option("--memory", metavar="GIB", help="Print the largest batch for so many GiB.")
+    ] = None,
+    examples: Annotated[
+        int | None, typer.Option("--examples", help="Examples in the step's arguments; by default their axis 0.")
+    ] = None,
 ) -> None:
     """Show the format of every operation of a step, and why. Exit code 3: a rule of the policy matches nothing."""
     step = step_of(target)
     chosen = sixteen_bit(step.options.get("policy") if policy is None else policy)
-    plan = step.call(polyamp.explain, policy=chosen, backend=backend, engine=engine)
-    _show([plan], plan.as_dict(), json_file)
+    plan = step.call(polyamp.explain, policy=chosen, backend=backend, engine=engine, examples=examples)
+    values = plan.as_dict()
+    if memory is not None:
+        largest = plan.largest_batch(int(memory * 2**30))
+        values["largest_batch"] = largest._asdict()
+    _show([plan], values, json_file)
+    if memory is not None and json_file != STDOUT:
+        print(f"\nlargest batch in {memory:g} GiB with AdamW: {largest.policy} (float32: {largest.float32})")
     raise typer.Exit(FINDINGS if plan.unused_rules else 0)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from polyamp.errors import check_arguments, is_integer, refuses_unreadable
+from polyamp.batch import Footprint
+from polyamp.errors import UnsupportedError, check_arguments, is_integer, is_number, refuses_unreadable
 from polyamp.flow import Decision, Value, constant, decide, flow, parameter, table
 from polyamp.policies import Policy
 from polyamp.report import Report, aligned, in_bytes, plural
@@ -83,6 +84,13 @@ def planned(
     )
 
 
+class LargestBatch(NamedTuple):
+    """The largest batches that fit in some memory."""
+
+    float32: int
+    policy: int
+
+
 @dataclass(frozen=True)
 class Plan(Report):
     """The result of `polyamp.explain`: every operation with its format and reason, and totals. Prints as a table.
@@ -106,6 +114,8 @@ class Plan(Report):
         unused_rules: patterns of the policy's own rules that matched nothing.
         engine: how the plan is carried out: "rewrite" is a rewritten graph, "autocast" the framework's ambient
             autocast, "layers" the formats of a model's layers. Text after a comma describes how the plan was made.
+        footprint: how the memory of a training step grows with the batch; None if unknown.
+        footprint_float32: the same if nothing is cast.
     """
 
     policy: str
@@ -114,6 +124,49 @@ class Plan(Report):
     bytes_saved_float32: int | None = None
     unused_rules: tuple[str, ...] = ()
     engine: str = "rewrite"
+    footprint: Footprint | None = None
+    footprint_float32: Footprint | None = None
+
+    def largest_batch(self, memory: int, *, optimizer_bytes: float = 8) -> LargestBatch:
+        """Return the largest batch whose training step fits in so many bytes, in float32 and under the policy.
+
+        It counts tensors: parameters, what the optimizer keeps, and what the forward and backward pass have in use at
+        their fullest moment. Other memory comes on top: the framework's own, workspaces of kernels, gaps between
+        tensors. So name less than the device has, such as 0.9 of what is free.
+
+        Args:
+            memory: bytes, such as ``16 * 2**30``.
+            optimizer_bytes: what the optimizer keeps for each parameter: 8 for Adam and AdamW in float32, 4 for
+                momentum, 0 for plain SGD; 4 more for float32 masters of 16-bit parameters.
+
+        Returns:
+            The number of examples for ``float32`` and ``policy``; 0 if one example does not fit.
+
+        Raises:
+            InvalidValueError: a number is not positive (``optimizer_bytes``: negative), or is not finite.
+            UnsupportedError: it is unknown how the memory grows with the batch.
+        """
+        check_arguments(
+            "Plan.largest_batch",
+            [
+                ("memory", memory, is_integer(memory) and memory > 0, "a positive number of bytes"),
+                (
+                    "optimizer_bytes",
+                    optimizer_bytes,
+                    is_number(optimizer_bytes) and 0 <= optimizer_bytes < 1000,
+                    "bytes for each parameter, from 0 to 1000",
+                ),
+            ],
+        )
+        if not (self.footprint and self.footprint_float32):
+            raise UnsupportedError(
+                "it is unknown how the memory of this step grows with the batch",
+                where="Plan.largest_batch(memory)",
+                allowed="a function of PyTorch whose arguments share a batch axis, and that runs with twice the batch",
+                fix="explain(fn, *args, examples=N), where the arguments hold a batch of N examples, N > 1",
+            )
+        one, other = self.footprint_float32, self.footprint
+        return LargestBatch(*(each.largest_batch(memory, optimizer_bytes) for each in (one, other)))
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -132,14 +185,27 @@ class Plan(Report):
             "bytes_saved_float32": self.bytes_saved_float32,
         }
 
+    @property
+    def batch(self) -> dict[str, int]:
+        """The number of examples, and the bytes kept for the backward pass of each; JSON values. Empty if unknown."""
+        if self.footprint is None or self.footprint_float32 is None:
+            return {}
+        saved, saved_float32 = self.footprint.saved.each, self.footprint_float32.saved.each
+        return {
+            "examples": self.footprint.examples,
+            "bytes_saved_each": saved,
+            "bytes_saved_each_float32": saved_float32,
+        }
+
     def as_dict(self) -> dict[str, Any]:
-        """Return the whole plan as JSON values. ``engine`` is left out if it is "rewrite"."""
+        """Return the whole plan as JSON values. ``engine`` is left out if it is "rewrite", ``batch`` if unknown."""
         return {
             "policy": self.policy,
             "operations": [op.as_dict() for op in self.operations],
             "totals": self.totals,
             "unused_rules": list(self.unused_rules),
             **({} if self.engine == "rewrite" else {"engine": self.engine}),
+            **({"batch": self.batch} if self.batch else {}),
         }
 
     def heading(self) -> str:
@@ -152,6 +218,9 @@ class Plan(Report):
         lines.append(_bytes_line("moved", totals, "bytes_moved"))
         if self.bytes_saved is not None:
             lines.append(_bytes_line("saved for the backward pass", totals, "bytes_saved"))
+        if batch := self.batch:
+            each, each_float32 = in_bytes(batch["bytes_saved_each"]), in_bytes(batch["bytes_saved_each_float32"])
+            lines[-1] += f"; {each} for each of {plural(batch['examples'], 'example')} (float32: {each_float32})"
         if self.unused_rules:
             lines.append(f"rules that matched nothing: {', '.join(self.unused_rules)}")
         return "\n".join(lines)

@@ -146,6 +146,7 @@ def explain(
     policy: Policy | str | None = None,
     backend: str | None = None,
     engine: str | None = None,
+    examples: int | None = None,
     **kwargs: Any,
 ) -> Plan:
     """List the format of every operation of a function or model under a policy, with its place and the reason.
@@ -163,15 +164,20 @@ def explain(
         backend: the framework's name, if neither the function nor the arguments show it and several are loaded.
         engine: what will run it: "rewrite", the default, or in PyTorch "autocast", which records one run under
             `autocast`. A PyTorch model that is not a single graph is recorded too; the plan's ``engine`` reports that.
+        examples: how many examples the arguments hold, which is the length of their batch axis; by default the length
+            of axis 0 if all arguments have the same. Parameters do not count as arguments here.
         **kwargs: its keyword arguments.
 
     Raises:
         InvalidTypeError: ``fn`` is neither callable nor a graph, or no adapter knows the arguments.
-        UnsupportedError: the framework's adapter has no explain, or does not have this engine.
+        InvalidValueError: no argument has an axis of so many examples.
+        UnsupportedError: the framework's adapter has no explain, or does not have this engine or ``examples``.
     """
     _check_rewritable(fn, adapters.adapter_of(fn), where="explain(fn)")
     check_arguments("explain", [("engine", engine, isinstance(engine, str | None), '"rewrite", "autocast" or None')])
-    options = {} if engine in (None, "rewrite") else {"engine": engine}
+    options: dict[str, Any] = {} if engine in (None, "rewrite") else {"engine": engine}
+    if examples is not None:
+        options["examples"] = examples
     found = find_verb("explain", backend, (fn, args, kwargs), options, where="explain(fn, *args)")
     try:
         plan: Plan = found(fn, args, kwargs, make_policy(policy), **options)

@@ -10,12 +10,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyamp import Plan
+from polyamp.batch import Footprint, Growth, Pass, footprint
 from polyamp.plan import PlannedOperation
 
 MATMUL = PlannedOperation("matmul", "dot_general", "a/q", "lower", "float16", "table", 1, 2, 8, 100, 180)
 EXP = PlannedOperation("exp", "exp", "a/softmax", "full", "float32", "table", 3, 1, 4, 50, 40)
 KEPT = PlannedOperation("my_kernel", "my_kernel", "b", "keep", "as written", "unknown operation: runs as written")
-PLAN = Plan("mixed_float16", (MATMUL, EXP, MATMUL._replace(where="a/k"), KEPT), 60, 100, ("nothing",))
+GROWTH = Footprint(5, 10, Growth(0, 12), (Growth(100, 12), Growth(400, 2)))
+GROWTH_FLOAT32 = Footprint(5, 10, Growth(0, 20), (Growth(100, 20),))
+PLAN = Plan(
+    "mixed_float16",
+    (MATMUL, EXP, MATMUL._replace(where="a/k"), KEPT),
+    60,
+    100,
+    ("nothing",),
+    footprint=GROWTH,
+    footprint_float32=GROWTH_FLOAT32,
+)
 
 
 def test_totals_count_the_turns_of_loops() -> None:
@@ -28,13 +39,15 @@ def test_totals_count_the_turns_of_loops() -> None:
         "bytes_saved": 60,
         "bytes_saved_float32": 100,
     }
+    assert PLAN.batch == {"examples": 5, "bytes_saved_each": 12, "bytes_saved_each_float32": 20}
 
 
 @pytest.mark.parametrize("plan", [PLAN, Plan("float32", ())], ids=["full", "empty"])
 def test_as_dict_is_json_of_the_promised_keys(plan: Plan) -> None:
     saved = json.loads(json.dumps(plan.as_dict()))
     assert saved == plan.as_dict()
-    assert set(saved) == {"policy", "operations", "totals", "unused_rules"}
+    assert set(saved) - {"batch"} == {"policy", "operations", "totals", "unused_rules"}
+    assert saved.get("batch", {}) == plan.batch
     assert saved["totals"].keys() >= {"by_format", "casts", "bytes_cast", "bytes_moved", "bytes_saved"}
 
 
@@ -56,7 +69,7 @@ def test_it_prints_as_a_table_with_like_operations_in_one_row() -> None:
     assert str(PLAN).splitlines() == [
         "mixed_float16: 4 operations (2 float16, 1 float32, 1 as written), 7 casts of 28 B",
         "moved: 350 B (float32: 480 B, 73% of it)",
-        "saved for the backward pass: 60 B (float32: 100 B, 60% of it)",
+        "saved for the backward pass: 60 B (float32: 100 B, 60% of it); 12 B for each of 5 examples (float32: 20 B)",
         "rules that matched nothing: nothing",
         "",
         "operation  class  format      count  moved  why                                 where",
@@ -130,3 +143,33 @@ def test_saved_bytes_that_are_not_known_are_not_printed() -> None:
     unknown = Plan("p", (EXP,))
     assert unknown.as_dict()["totals"]["bytes_saved"] is None
     assert "saved" not in str(unknown)
+
+
+# --- the largest batch ------------------------------------------------------------------------------------------------
+
+
+def test_the_fullest_moment_decides_and_the_optimizer_comes_on_top() -> None:
+    assert PLAN.largest_batch(1300, optimizer_bytes=0) == (60, 100)
+    assert PLAN.largest_batch(1380) == (60, 100)  # AdamW keeps 8 bytes for each of 10 parameters
+    assert PLAN.largest_batch(440, optimizer_bytes=0) == (17, 20)  # the other moment is the fullest
+    assert PLAN.largest_batch(99, optimizer_bytes=0) == (0, 0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 500), st.integers(0, 50)), min_size=1), st.integers(1, 9), st.integers(1, 2000)
+)
+def test_growth_between_two_passes_is_that_of_every_batch(
+    moments: list[tuple[int, int]], examples: int, memory: int
+) -> None:
+    once, twice = (Pass(0, [fixed + n * each for fixed, each in moments]) for n in (examples, 2 * examples))
+    found = footprint(examples, 0, once, twice)
+    assert found is not None
+    largest = found.largest_batch(memory, 0)
+    assert largest == 0 or all(fixed + largest * each <= memory for fixed, each in moments)
+    assert any(fixed + (largest + 1) * each > memory for fixed, each in moments) or not any(
+        each for fixed, each in moments
+    )
+
+
+def test_passes_that_differ_in_more_than_sizes_say_nothing() -> None:
+    assert footprint(2, 0, Pass(0, [1, 2]), Pass(0, [2, 4, 6])) is None

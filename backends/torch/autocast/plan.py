@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
@@ -40,7 +41,7 @@ def plan_of_run(
     # gradients, modes and random states are restored.
     try:
         try:
-            explainer = _run_on_fakes(fn, args, kwargs, policy)
+            explainer = run_on_fakes(fn, args, kwargs, policy, _Explainer)
         except Exception:  # its code reads values, or an operator has no kernel for tensors without data
             explainer = _run_really(fn, args, kwargs, policy)
     except Exception as error:
@@ -55,7 +56,15 @@ def plan_of_run(
     return Plan(str(policy), operations, saved, unused_rules=explainer.unused, engine=engine)
 
 
-def _run_on_fakes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> _Explainer:
+def run_on_fakes(
+    fn: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    watcher: Callable[[Run, Policy], OnFakes],
+    grown: Callable[[Any, Any], Any] = lambda leaf, fake: fake,
+) -> Any:
+    """Run a function on tensors without data while a watcher follows it; ``grown`` may change those of arguments."""
     mode = unstable.fake_mode_for([*leaves((args, kwargs)), *Reach(fn, args, dict(kwargs)).parameters()])
 
     def fake(leaf: Any) -> Any:
@@ -63,17 +72,18 @@ def _run_on_fakes(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], polic
             return leaf
         return unstable.on_a_device(leaf, DEVICE_TYPES[-1], mode) if leaf.is_meta else mode.from_tensor(leaf)
 
-    fakes, named = pytree.tree_map(lambda leaf: copy_of(fake(leaf), fake), (tuple(args), dict(kwargs)))
+    with mode:
+        fakes, named = pytree.tree_map(lambda leaf: copy_of(grown(leaf, fake(leaf)), fake), (tuple(args), dict(kwargs)))
     run = Run(fn, fakes, named, policy, False)
     with run.undone(), unstable.quietly():
         for module in (part for root in run.reach.modules() for part in root.modules()):
             for held in (module._parameters, module._buffers):
                 held.update({name: fake(value) for name, value in held.items()})
-        explainer = _Explainer(run, policy)
+        follower = watcher(run, policy)
         try:
-            return explainer.follow(mode)
+            return follower.follow(mode)
         finally:
-            _drop_from_caches([one for one in (made() for made in explainer.made) if one is not None])
+            _drop_from_caches([one for one in (made() for made in follower.made) if one is not None])
 
 
 def _run_really(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy) -> _Explainer:
@@ -93,17 +103,32 @@ def _drop_from_caches(left: Sequence[Tensor]) -> None:
                 cache.cache_clear()
 
 
-class _Explainer(Watcher):  # type: ignore[no-untyped-call]
-    """Records the operations of a forward pass."""
+class OnFakes(Watcher):  # type: ignore[no-untyped-call]
+    """Watches a run, which may be one on tensors without data."""
 
     def __init__(self, run: Run, policy: Policy) -> None:
         super().__init__(False, run.changes)
         self._run = lambda op, args, kwargs: op(*args, **kwargs)
-        self._step = run
+        self._step, self._policy = run, policy
+        self.made: list[weakref.ref[Tensor]] = []
+
+    def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
+        """Note the results, which the user's code may keep."""
+        self.made += map(weakref.ref, tensors([out]))
+
+    @abstractmethod
+    def follow(self, mode: AbstractContextManager[Any]) -> Any:
+        """Watch the run in a mode."""
+
+
+class _Explainer(OnFakes):  # type: ignore[no-untyped-call]
+    """Records the operations of a forward pass."""
+
+    def __init__(self, run: Run, policy: Policy) -> None:
+        super().__init__(run, policy)
         self.operations: list[PlannedOperation] = []
         self.saved = SavedBytes()
-        self._policy, self._tracker = policy, run.tracker
-        self.made: list[weakref.ref[Tensor]] = []
+        self._tracker = run.tracker
         self._seen: dict[tuple[str, str], None] = {}
         self._casts: dict[int, tuple[int, int]] = {}  # bytes of casts that no operation has used yet, by memory
         self._alive: list[Tensor] = []  # the casts: freed memory would pass its number on to another tensor
@@ -124,8 +149,8 @@ class _Explainer(Watcher):  # type: ignore[no-untyped-call]
 
     def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
         """Record an operation; note a cast for the operation that uses it."""
+        super().look(op, args, out)
         operator, results = operator_of(op), list(tensors([out]))
-        self.made += map(weakref.ref, results)
         if unstable.running_node() is not None or not results or op.namespace == "prim" or operator.native == "detach":
             return
         given = list(tensors(args))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from torch.fx import Graph, GraphModule
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast.plan import plan_of_run
+from polyamp.backends.torch.graphs.batch import footprint_of, rewritten
 from polyamp.backends.torch.graphs.capture import root_of
 from polyamp.backends.torch.graphs.program import Program, check_no_autocast, mode_of
 from polyamp.backends.torch.graphs.writing import HOLDER
@@ -79,6 +81,7 @@ def explain(
     *inputs: Any,
     policy: Policy | str | None = None,
     engine: str | None = None,
+    examples: int | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Return the format of every operation of a module, with its place and the reason.
@@ -96,6 +99,7 @@ def explain(
             one forward pass under `polyamp.autocast`: on tensors without data if the module's code allows that, else a
             real one, whose changes are undone. A module that cannot be rewritten is recorded too; then the plan's
             ``engine`` has the reason.
+        examples: as for `polyamp.explain`.
         **kwargs: its keyword arguments.
 
     Returns:
@@ -118,20 +122,28 @@ def explain(
             fix='leave it out, or use engine="autocast" for a plan of polyamp.autocast',
         )
     check_tree((inputs, kwargs), "explain(fn, *args)", deepest=200)
+
+    def measured(plan: Plan, ran: Callable[..., Any], under: Policy = chosen) -> Plan:
+        footprint = footprint_of(ran, inputs, kwargs, under, examples)
+        plain = footprint_of(fn, inputs, kwargs, _FLOAT32, examples)
+        return replace(plan, footprint=footprint, footprint_float32=plain)
+
     if engine == "autocast":
-        return plan_of_run(fn, inputs, kwargs, chosen)
+        return measured(plan_of_run(fn, inputs, kwargs, chosen), fn)
     check_no_autocast()
     try:
-        return Program(fn, chosen, inputs, kwargs, root=root_of(fn)).plan
+        program = Program(fn, chosen, inputs, kwargs, root=root_of(fn))
     except PolyampError as error:
         refusal = error  # handled outside, because what the run keeps would keep the error too
+    else:
+        return measured(program.plan, rewritten(program, fn), _FLOAT32)
     try:
         plan = plan_of_run(fn, inputs, kwargs, chosen, why=str(refusal).partition("\n")[0])
     except InvalidValueError:
         raise refusal from None  # it does not run either
     if not plan.operations:
         raise refusal
-    return plan
+    return measured(plan, fn)
 
 
 def rewritten_for(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Any:
@@ -140,10 +152,19 @@ def rewritten_for(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], pol
 
 
 def planned(
-    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, *, engine: str | None = None
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    policy: Policy,
+    *,
+    engine: str | None = None,
+    examples: int | None = None,
 ) -> Plan:
     """Return the plan of a module; see `polyamp.backends.torch.explain`."""
-    return explain(fn, *args, policy=policy, engine=engine, **kwargs)
+    return explain(fn, *args, policy=policy, engine=engine, examples=examples, **kwargs)
+
+
+_FLOAT32 = make_policy("float32")
 
 
 class Rewritten(GraphModule):

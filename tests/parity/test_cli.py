@@ -152,6 +152,21 @@ def test_explain_lists_the_operations(
     assert formats == {"float16"}
 
 
+def test_explain_finds_the_largest_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("explain", "torch_target:step", "--memory", "0.001", "--examples", "8")
+    assert run(monkeypatch, *command, "--json", "-") == 0
+    largest = json.loads(capsys.readouterr().out)["largest_batch"]
+    assert largest["policy"] > largest["float32"] > 0
+    assert run(monkeypatch, *command) == 0
+    shown = f"largest batch in 0.001 GiB with AdamW: {largest['policy']} (float32: {largest['float32']})"
+    assert capsys.readouterr().out.splitlines()[-1] == shown
+    assert run(monkeypatch, *command[:2], "--memory", "-1") == 1
+    assert run(monkeypatch, "explain", "tensorflow_target:step", "--memory", "1") == 1
+    refused = capsys.readouterr().err
+    assert "a positive number of bytes" in refused
+    assert "unknown how the memory of this step grows" in refused
+
+
 def test_a_function_may_be_the_step_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(monkeypatch, "diagnose", "torch_target:scalar", "--backend", "torch", "--json", "-") == 0
     assert json.loads(capsys.readouterr().out)["probe"]["loss"] == pytest.approx(LOSS, abs=1e-4)

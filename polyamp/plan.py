@@ -130,9 +130,9 @@ class Plan(Report):
     def largest_batch(self, memory: int, *, optimizer_bytes: float = 8) -> LargestBatch:
         """Return the largest batch whose training step fits in so many bytes, in float32 and under the policy.
 
-        It counts tensors: parameters, what the optimizer keeps, and what the forward and backward pass have in use at
-        their fullest moment. Other memory comes on top: the framework's own, workspaces of kernels, gaps between
-        tensors. So name less than the device has, such as 0.9 of what is free.
+        It counts parameters, what the optimizer keeps, and what the forward and backward pass have in use at their
+        fullest moment; in JAX, on this device, as XLA compiles them. Other memory comes on top: the framework's own,
+        workspaces of kernels, gaps between tensors. So name less than the device has, such as 0.9 of what is free.
 
         Args:
             memory: bytes, such as ``16 * 2**30``.
@@ -162,7 +162,7 @@ class Plan(Report):
             raise UnsupportedError(
                 "it is unknown how the memory of this step grows with the batch",
                 where="Plan.largest_batch(memory)",
-                allowed="a function of PyTorch whose arguments share a batch axis, and that runs with twice the batch",
+                allowed="a function of PyTorch or JAX with a batch axis, which also runs with twice the batch",
                 fix="explain(fn, *args, examples=N), where the arguments hold a batch of N examples, N > 1",
             )
         one, other = self.footprint_float32, self.footprint

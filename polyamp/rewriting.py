@@ -164,8 +164,9 @@ def explain(
         backend: the framework's name, if neither the function nor the arguments show it and several are loaded.
         engine: what will run it: "rewrite", the default, or in PyTorch "autocast", which records one run under
             `autocast`. A PyTorch model that is not a single graph is recorded too; the plan's ``engine`` reports that.
-        examples: how many examples the arguments hold, which is the length of their batch axis; by default the length
-            of axis 0 if all arguments have the same. Parameters do not count as arguments here.
+        examples: how many examples the arguments hold, which is the length of their batch axis: for
+            `Plan.largest_batch`. PyTorch: by default the length of axis 0, if all arguments but parameters have the
+            same. JAX: only if given, since XLA then compiles the function and its backward pass for two batches.
         **kwargs: its keyword arguments.
 
     Raises:

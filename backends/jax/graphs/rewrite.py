@@ -16,6 +16,7 @@ import jax
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.devices import check_format
 from polyamp.backends.jax.graphs import control_flow, derivatives, interpreter, planning
+from polyamp.backends.jax.graphs.batch import footprints
 from polyamp.backends.jax.graphs.capture import Program, walk
 from polyamp.backends.jax.graphs.decisions import IN_FLOAT32
 from polyamp.backends.jax.graphs.interpreter import Handler, Interpreter
@@ -92,12 +93,15 @@ def planned(
     kwargs: dict[str, Any],
     chosen: Policy,
     argnums: int | Sequence[int] = 0,
+    *,
+    examples: int | None = None,
 ) -> Plan:
     """Return the plan of a function whose parameters are at ``argnums``."""
     check_format(chosen.compute)
     places = positions(argnums, where="explain(fn, *args)")
+    call = as_pure(fn, args, kwargs, places)
     with planning.recorded() as own:
-        program = Program(*as_pure(fn, args, kwargs, places)[:4])
+        program = Program(*call[:4])
     if own.found and any(equation.is_backward for equation in walk(program.closed)):
         return planning.plan_of_step(program.closed, own)
     plan = PlanBuilder(own)
@@ -107,18 +111,27 @@ def planned(
     if own.found:
         with planning.recorded(left_out=True):
             plain = Program(*as_pure(fn, args, kwargs, places)[:4])
+    ways = [lambda one, arrays: _lowered(one, chosen, arrays), Program.as_traced]
+    grown = [None, None] if examples is None else footprints(call, examples, ways)
     return Plan(
         str(chosen),
         tuple(plan.operations),
         _bytes_saved(program, chosen),
         plain.bytes_saved(plain.as_traced),
         tuple(own.unused_rules(chosen, [run.decider])),
+        footprint=grown[0],
+        footprint_float32=grown[1],
     )
+
+
+def _lowered(program: Program, policy: Policy, arrays: Sequence[Any]) -> list[Any]:
+    """Run a program under a policy, and return the arrays of its results."""
+    return Interpreter(policy, HANDLERS).run_program(program, arrays)
 
 
 def _bytes_saved(program: Program, policy: Policy) -> int | None:
     """Return the bytes that the backward pass of a program keeps under a policy."""
-    return program.bytes_saved(lambda arrays: Interpreter(policy, HANDLERS).run_program(program, arrays))
+    return program.bytes_saved(lambda arrays: _lowered(program, policy, arrays))
 
 
 def run_rewritten(

@@ -1,0 +1,72 @@
+"""How the memory of a forward and backward pass grows with the batch: XLA compiles it for two batches, and knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from polyamp.backends.jax.casting import is_array
+from polyamp.backends.jax.graphs.capture import Program
+from polyamp.backends.jax.graphs.cells import is_inexact
+from polyamp.backends.jax.modules import Call
+from polyamp.batch import Footprint, Pass, batch_axes, footprint
+
+Run = Callable[[Program, Sequence[Any]], list[Any]]
+
+
+def footprints(call: Call, examples: int, ways: Sequence[Run]) -> list[Footprint | None]:
+    """Return the memory of a forward and backward pass for each way to run the program; None if it is unknown."""
+    leaves, tree = jax.tree.flatten((call.args, call.kwargs))
+    inputs = [
+        place
+        for place, (leaf, is_parameter) in enumerate(zip(leaves, call.parameters, strict=True))
+        if not is_parameter and (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
+    ]
+    _, found = batch_axes([leaves[place].shape for place in inputs], examples) or (0, [])
+    axes = dict(zip(inputs, found, strict=True))
+
+    def program(times: int) -> Program:
+        grown = [_grown(leaf, axes.get(place), times) for place, leaf in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(tree, grown)
+        return Program(call.fn, args, kwargs, call.parameters)
+
+    try:
+        once, twice = program(1), program(2)
+        trained = sum(once.arrays[place].size for place in _trained(once))
+        return [footprint(examples, trained, _pass(once, run), _pass(twice, run)) for run in ways]
+    except Exception:  # its code depends on this size, or it has no backward pass
+        return [None for _ in ways]
+
+
+def _grown(leaf: Any, axis: int | None, times: int) -> Any:
+    if axis is None:
+        return leaf
+    shape = [length * times if place == axis else length for place, length in enumerate(leaf.shape)]
+    return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)  # type: ignore[no-untyped-call]
+
+
+def _trained(program: Program) -> list[int]:
+    """Return the places of the parameters; without any, those of all floating-point arguments."""
+    places = [place for place, array in enumerate(program.arrays) if is_inexact(array.dtype)]
+    return [place for place in places if program.are_parameters[place]] or places
+
+
+def _pass(program: Program, run: Run) -> Pass:
+    """Compile a forward and backward pass, and return its memory: arguments, gradients and all in between."""
+    trained = _trained(program)
+
+    def step(arrays: list[Any]) -> Any:
+        def of_trained(own: dict[int, Any]) -> list[Any]:
+            results = run(program, [own.get(place, array) for place, array in enumerate(arrays)])
+            return [result for result in results if is_inexact(result.dtype)]
+
+        results, backward = jax.vjp(of_trained, {place: arrays[place] for place in trained})
+        return results, backward([jnp.ones_like(result) for result in results])
+
+    memory: Any = jax.jit(step).lower(program.arrays).compile().memory_analysis()
+    used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    saved = program.bytes_saved(lambda arrays: run(program, arrays))
+    return Pass(saved or 0, [int(used)])

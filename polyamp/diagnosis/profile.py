@@ -9,6 +9,7 @@ compute", and the plan's reason may be a rule of the user.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -67,6 +68,11 @@ class Timed(NamedTuple):
             return "memory-bound"
         is_low = bool(self.formats) and all(format_of(one).is_low for one in self.formats)
         return "16-bit products" if is_low else "other compute"
+
+
+def _pattern(path: str) -> str:
+    """Return a path as in a rule, the same for all layers of a stack: ``encoder/*/attention``."""
+    return re.sub(r"\d+(?=/)", "*", path.replace(".", "/"))
 
 
 def _is_product(name: str) -> bool:
@@ -155,7 +161,8 @@ class Profile(Report):
         """Return the operations by kind, name, format and place, those that take longest first."""
         groups: dict[tuple[Kind, str, str, str], list[float]] = {}
         for one in self.trace.operations:
-            key = (one.kind, one.name, "" if one.kind == "casts" else ", ".join(one.formats), one.where)
+            formats = "" if one.kind == "casts" else ", ".join(one.formats)
+            key = (one.kind, one.name, formats, _pattern(one.where))
             if one.is_update:
                 key = (one.kind, "update", "", "")
             groups.setdefault(key, []).append(one.seconds)
@@ -169,11 +176,11 @@ class Profile(Report):
         if kind == "casts":
             borders = (f"{op.name} in {op.format}: {op.reason}" for op in here if op.casts)
             return next(borders, "")
-        same = next((op for op in here if op.name == name), None)
-        if same is None or kind == "optimizer":
+        same = [op for op in here if op.name == name or (_is_product(name) and _is_product(op.name))]
+        if not same or kind == "optimizer":
             return ""
-        ran_otherwise = same.op_class == "lower" and same.format not in (*formats.split(", "), AS_WRITTEN)
-        return f"{_PLANNED} {same.format}" if ran_otherwise else same.reason
+        ran = [op for op in same if op.format in (*formats.split(", "), AS_WRITTEN) and op.name == name]
+        return ran[0].reason if ran else f"{_PLANNED} {same[0].format}"
 
     @cached_property
     def _planned(self) -> dict[str, list[PlannedOperation]]:
@@ -181,7 +188,7 @@ class Profile(Report):
         found: dict[str, list[PlannedOperation]] = {}
         for op in self.plan.operations if self.plan else ():
             path = op.where.partition(" ")[0]
-            found.setdefault("" if ":" in path else path, []).append(op)
+            found.setdefault("" if ":" in path else _pattern(path), []).append(op)
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -247,9 +254,10 @@ class Profile(Report):
         odd = [one for one in products if one.kind == "16-bit products" and (one.name, one.where) in self.odd]
         yield _about(odd, "in products with sizes not divisible by 8; pad them", self._sizes)
         wide = [one for one in products if one.kind == "other compute"]
-        for why in dict.fromkeys(one.why for one in wide):
-            ran = f"{why}, but not computed in 16 bits here" if why.startswith(_PLANNED) else why or "without a plan"
-            yield _about([one for one in wide if one.why == why], f"in products, {ran}", lambda one: one.format)
+        for planned in (True, False):
+            why = "planned in 16 bits, but computed in another format here" if planned else "not in 16 bits"
+            some = [one for one in wide if one.why.startswith(_PLANNED) == planned]
+            yield _about(some, f"in products {why}", lambda one: f"{one.format}: {one.why}")
 
     def _sizes(self, one: Work) -> str:
         return ", ".join(map(str, self.odd[one.name, one.where]))
@@ -341,7 +349,8 @@ def profile(
         engine = "autocast" if ambient else None
         plan = explain(step, *args, policy=chosen, backend=backend, engine=engine, **kwargs)
         facts = find_verb("facts", backend, call, where="the step and its arguments")(*call, sixteen_bit(chosen), None)
-        odd = {(one.name, one.where): sizes for one in facts.products if (sizes := odd_sizes(one.sizes))}
+        products = ((one, odd_sizes(one.sizes)) for one in facts.products)
+        odd = {(one.name, _pattern(one.where)): sizes for one, sizes in products if sizes}
     except PolyampError as error:
         unplanned = str(error).partition("\n")[0]
     trace: Trace = timed(*call, chosen, runs=runs, folder=_new_folder(folder))

@@ -1,8 +1,9 @@
-"""Run all that needs a GPU, in four commands of a few minutes: build, test, measure. docs/gpu.md explains the results.
+"""Run all that needs a GPU, in five commands of a few minutes: build, test, measure. docs/gpu.md explains the results.
 
     python benchmarks/gpu.py --within 550            # the first set, most valuable parts first
     python benchmarks/gpu.py second --within 550
     python benchmarks/gpu.py third --within 550
+    python benchmarks/gpu.py compiled --within 550   # BERT-large and ResNet-50 by torch.compile
     python benchmarks/gpu.py tables --within 550     # the other models of the founding speed table
     python benchmarks/gpu.py step jax                # some parts, without a time limit
     python benchmarks/gpu.py --plan                  # list the parts and their shares of the time
@@ -91,15 +92,15 @@ PARTS = [
     Part(
         "jax-autocast",
         "second",
-        80,
-        ("benchmarks/jax_autocast.py", "--model", "transformer", "--model", "CNN", "--scale", "8", "--compiles", "1"),
+        110,
+        ("benchmarks/jax_autocast.py", "--model", "transformer", "--scale", "8", "--compiles", "1"),
         ("jax_autocast_gpu.json",),
         small=("--scale", "1", "--quick", "--format", "float16"),
     ),
     Part(
         "rewrite",
         "second",
-        60,
+        110,
         ("benchmarks/torch_rewrite.py", "--model", "block", "--model", "cnn", "--scale", "8"),
         ("torch_rewrite_cuda.json",),
         small=("--scale", "1", "--quick", "--format", "bfloat16"),
@@ -118,8 +119,8 @@ PARTS = [
     ),
     Part(
         "compiled",
-        "third",
-        120,
+        "compiled",
+        500,
         (*MODEL, "bert-large-128", "--model", "resnet50", "--ways", "compiled"),
         ("end_to_end_cuda.json",),
         within=True,

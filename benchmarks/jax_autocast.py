@@ -214,11 +214,11 @@ def main(
         chosen = task(name, scale)
         for each in low or LOSS_SCALES:
             found += rows(name, chosen, each, rounds, compiles)
+            if not quick:
+                keep(f"jax_autocast_{jax.default_backend()}", versions(), {"scale": scale, "rows": found})
     for each in low or LOSS_SCALES:
         console().print(table(found, each))
     console().print(goals(found))
-    if not quick:
-        keep(f"jax_autocast_{jax.default_backend()}", versions(), {"scale": scale, "rows": found})
 
 
 def versions() -> dict[str, str]:

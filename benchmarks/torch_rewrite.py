@@ -204,14 +204,15 @@ def main(
     warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
     torch.compiler.config.force_disable_caches = True  # every first call must compile
     torch.compile(lambda x: x + 1)(torch.ones(2, device=DEVICE))  # and none must load inductor
+    versions = {"polyamp": polyamp.__version__, "torch": torch.__version__}
+    about = {"scale": scale, "threads": torch.get_num_threads()}
     found: list[Row] = []
     for name in model or MODELS:
         for each in low or LOSS_SCALES:
             found += rows(name, each, scale, 2 if quick else rounds)
+            if not quick:
+                keep(f"torch_rewrite_{DEVICE}", versions, {**about, "rows": found})
     console().print(table(found))
-    if not quick:
-        versions = {"polyamp": polyamp.__version__, "torch": torch.__version__}
-        keep(f"torch_rewrite_{DEVICE}", versions, {"scale": scale, "threads": torch.get_num_threads(), "rows": found})
 
 
 if __name__ == "__main__":

@@ -57,14 +57,8 @@ def _fullest(moments: Iterable[Growth]) -> Iterator[Growth]:
             last = moment
 
 
-def batch_axes(shapes: Sequence[Sequence[int]], examples: int | None) -> tuple[int, list[int | None]] | None:
-    """Return the number of examples and the batch axis of each shape, None for one without; or None if unknown.
-
-    By default it is axis 0 of all of them; of a given number of examples, the first axis of that length.
-    """
-    lengths = {shape[0] for shape in shapes if shape}
-    if examples is None:
-        return (lengths.pop(), [0 if shape else None for shape in shapes]) if len(lengths) == 1 else None
+def batch_axes(shapes: Sequence[Sequence[int]], examples: int) -> list[int | None]:
+    """Return the batch axis of each shape, the first one of this length; None for a shape without one."""
     if not is_integer(examples) or not any(examples in shape for shape in shapes):
         raise InvalidValueError(
             "no argument has an axis of so many examples",
@@ -73,4 +67,4 @@ def batch_axes(shapes: Sequence[Sequence[int]], examples: int | None) -> tuple[i
             allowed="the length of the batch axis of the arguments",
             fix="pass the number of examples that the arguments hold",
         )
-    return examples, [list(shape).index(examples) if examples in shape else None for shape in shapes]
+    return [list(shape).index(examples) if examples in shape else None for shape in shapes]

@@ -159,10 +159,11 @@ def explain(
     backend: Backend = None,
     engine: Annotated[str | None, typer.Option("--engine", help="rewrite, or in PyTorch autocast.")] = None,
     memory: Annotated[
-        float | None, typer.Option("--memory", metavar="GIB", help="Print the largest batch for so many GiB.")
+        float | None,
+        typer.Option("--memory", metavar="GIB", help="With --examples: the largest batch for so many GiB."),
     ] = None,
     examples: Annotated[
-        int | None, typer.Option("--examples", help="Examples in the step's arguments; by default their axis 0.")
+        int | None, typer.Option("--examples", help="How many examples the step's arguments hold.")
     ] = None,
 ) -> None:
     """Show the format of every operation of a step, and why. Exit code 3: a rule of the policy matches nothing."""

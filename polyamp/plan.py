@@ -162,8 +162,8 @@ class Plan(Report):
             raise UnsupportedError(
                 "it is unknown how the memory of this step grows with the batch",
                 where="Plan.largest_batch(memory)",
-                allowed="a function of PyTorch or JAX with a batch axis, which also runs with twice the batch",
-                fix="explain(fn, *args, examples=N), where the arguments hold a batch of N examples, N > 1",
+                allowed="explain(fn, *args, examples=N) in PyTorch or JAX, of code that also runs with 2 * N examples",
+                fix="name the number of examples that the arguments hold, more than 1; leave out what fixes it",
             )
         one, other = self.footprint_float32, self.footprint
         return LargestBatch(*(each.largest_batch(memory, optimizer_bytes) for each in (one, other)))

@@ -164,9 +164,9 @@ def explain(
         backend: the framework's name, if neither the function nor the arguments show it and several are loaded.
         engine: what will run it: "rewrite", the default, or in PyTorch "autocast", which records one run under
             `autocast`. A PyTorch model that is not a single graph is recorded too; the plan's ``engine`` reports that.
-        examples: how many examples the arguments hold, which is the length of their batch axis: for
-            `Plan.largest_batch`. PyTorch: by default the length of axis 0, if all arguments but parameters have the
-            same. JAX: only if given, since XLA then compiles the function and its backward pass for two batches.
+        examples: how many examples the arguments hold, for `Plan.largest_batch` in PyTorch and JAX. The batch axis of
+            an argument is the first one of this length. A forward and backward pass then runs for two batches: in
+            PyTorch on tensors without data, in JAX in the compiler alone.
         **kwargs: its keyword arguments.
 
     Raises:

@@ -25,8 +25,7 @@ def footprints(call: Call, examples: int, ways: Sequence[Run]) -> list[Footprint
         for place, (leaf, is_parameter) in enumerate(zip(leaves, call.parameters, strict=True))
         if not is_parameter and (is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
     ]
-    _, found = batch_axes([leaves[place].shape for place in inputs], examples) or (0, [])
-    axes = dict(zip(inputs, found, strict=True))
+    axes = dict(zip(inputs, batch_axes([leaves[place].shape for place in inputs], examples), strict=True))
 
     def program(times: int) -> Program:
         grown = [_grown(leaf, axes.get(place), times) for place, leaf in enumerate(leaves)]

@@ -26,16 +26,13 @@ Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 def footprint_of(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, examples: int | None
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], policy: Policy, examples: int
 ) -> Footprint | None:
     """Return the memory of a forward and backward pass under `polyamp.autocast`; None if it is unknown."""
     leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     inputs = [leaf for leaf in leaves if not isinstance(leaf, nn.Parameter)]
-    found = batch_axes([tuple(leaf.shape) for leaf in inputs], examples)
-    if found is None:
-        return None
-    count, axes = found
-    axis_of = {id(leaf): axis for leaf, axis in zip(inputs, axes, strict=True) if axis is not None}
+    axes = zip(inputs, batch_axes([leaf.shape for leaf in inputs], examples), strict=True)
+    axis_of = {id(leaf): axis for leaf, axis in axes if axis is not None}
 
     def measured(times: int) -> Meter:
         def grown(leaf: Any, fake: Any) -> Any:  # a copy, since a view would hold all memory that it is of
@@ -50,7 +47,7 @@ def footprint_of(
         once, twice = measured(1), measured(2)
     except Exception:  # its code reads values or depends on this size, or an operator has no kernel for such tensors
         return None
-    return footprint(count, once.parameters, once.measured, twice.measured)
+    return footprint(examples, once.parameters, once.measured, twice.measured)
 
 
 def rewritten(program: Program, fn: Callable[..., Any]) -> GraphModule:

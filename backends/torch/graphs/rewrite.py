@@ -124,6 +124,8 @@ def explain(
     check_tree((inputs, kwargs), "explain(fn, *args)", deepest=200)
 
     def measured(plan: Plan, ran: Callable[..., Any], under: Policy = chosen) -> Plan:
+        if examples is None:
+            return plan
         footprint = footprint_of(ran, inputs, kwargs, under, examples)
         plain = footprint_of(fn, inputs, kwargs, _FLOAT32, examples)
         return replace(plan, footprint=footprint, footprint_float32=plain)

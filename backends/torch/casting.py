@@ -76,6 +76,8 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any, *, others: Others = None) ->
 def _mapped(fn: Callable[[Any], Any], tree: Any, others: Others, done: dict[int, tuple[Any, Any]]) -> Any:
     if isinstance(tree, Tensor | nn.Module):
         return fn(tree)
+    if torch.compiler.is_compiling():  # before torch 2.13 Dynamo knows no id of a container
+        return _rebuilt(fn, tree, others, done)
     if id(tree) not in done:
         done[id(tree)] = tree, tree  # the result for a container that contains itself
         done[id(tree)] = tree, _rebuilt(fn, tree, others, done)

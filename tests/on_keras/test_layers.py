@@ -70,7 +70,8 @@ def test_it_returns_the_compute_format_and_keeps_its_parameters(name: str, compu
     layer = INNER[name]()
     polyamp.convert(stack(layers.Dense(16), layer), f"mixed_{compute}")
     assert dtype(layer(ops.cast(X, compute))) == compute
-    assert dtype(layer(X)) == compute
+    as_given = name == "group" and keras.__version__ < "3.15"  # by Keras' own code
+    assert dtype(layer(X)) == ("float32" if as_given else compute)
     assert {variable.dtype for variable in layer.weights} <= {"float32"}
 
 

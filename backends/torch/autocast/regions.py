@@ -165,6 +165,7 @@ def tag_caches(registration: str) -> None:
     users = torch.compiler.config.cache_key_tag.removesuffix(_tag)
     _tag = f"|polyamp {hashlib.sha256(repr(_registered).encode()).hexdigest()[:16]}"
     torch.compiler.config.cache_key_tag = users + _tag
+    unstable.cache_no_code_without_autocast()
 
 
 # --- the region of an autograd node -----------------------------------------------------------------------------------

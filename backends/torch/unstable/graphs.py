@@ -196,10 +196,17 @@ def when_tracing_ends(undo: Callable[[], None]) -> None:
 
 
 def traces_dtype_of_autocast() -> bool:
-    """Return whether Dynamo puts `torch.set_autocast_dtype` into a graph; torch 2.10 does not."""
+    """Return whether Dynamo puts `torch.set_autocast_dtype` into a graph; torch 2.11 does not."""
     from torch._dynamo import trace_rules
 
     return "InGraph" in getattr(trace_rules.lookup(torch.set_autocast_dtype), "__name__", "")
+
+
+def cache_no_code_without_autocast() -> None:
+    """Turn AOTAutograd's cache off before torch 2.13, where its keys lack the dtypes of autocast."""
+    if torch.__version__ < "2.13":
+        config: Any = importlib.import_module("torch._functorch.config")
+        config.enable_autograd_cache = False
 
 
 def trace_backward_without_autocast() -> Callable[[], None] | None:

@@ -31,7 +31,7 @@ def test_unscaling_flushes_nothing(is_by_hand: bool, policy: str) -> None:
         return grad * (1.0 / 2.0**15) if is_by_hand else scaler.unscale([grad])[0][0]
 
     exact = tf.function(step)(x, 1.0)
-    factor = 8e-8 / np.median(np.abs(exact))
+    factor = float(8e-8 / np.median(np.abs(exact)))
     exact = tf.function(step)(x, factor).numpy()
     found = rewrite(step, policy=policy)(x, factor).numpy()
     assert np.median(np.abs(exact)) == pytest.approx(8e-8, rel=0.01)

@@ -226,8 +226,10 @@ class Net(nn.Module):
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("rules", [{"layers.1": "full"}, {"layers.*.1": "lower"}, {"layer_norm": "lower"}], ids=str)
 def test_compiled_training_under_rules_is_eager_training(
-    backend: str, checkpointed: bool, rules: dict[str, str]
+    backend: str, checkpointed: bool, rules: dict[str, str], request: pytest.FixtureRequest
 ) -> None:
+    if checkpointed and "layer_norm" not in rules and torch.__version__ >= "2.15":
+        request.applymarker(pytest.mark.xfail(strict=True, reason="Dynamo traces no set_autocast_dtype in a subgraph"))
     net, policy = Net(checkpointed), polyamp.policy("mixed_bfloat16", rules=rules)
 
     def train(run: Callable[[Tensor], Tensor]) -> list[Tensor]:

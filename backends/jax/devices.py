@@ -36,7 +36,8 @@ def least_over_ranks(numbers: Sequence[float]) -> list[float]:
         return list(numbers)
     from jax.experimental import multihost_utils  # half a second that one process does not need
 
-    return multihost_utils.process_allgather(np.float32(numbers)).min(0).tolist()
+    least: list[float] = multihost_utils.process_allgather(np.asarray(numbers, np.float32)).min(0).tolist()
+    return least
 
 
 def _package_note(package: str) -> str:

@@ -38,4 +38,5 @@ def trial(
     place = next(one for one in jax.local_devices() if f"{one.platform}:{one.id}" == device)
     inputs = [jax.device_put(array.astype(jnp.dtype(format_name)), place) for array in arrays]
     result = np.asarray(function(*inputs)).astype(np.float64)
-    return result, lambda times: jax.block_until_ready([function(*inputs) for _ in range(times)])
+    wait: Callable[[object], object] = jax.block_until_ready
+    return result, lambda times: wait([function(*inputs) for _ in range(times)])

@@ -139,6 +139,7 @@ class _Program:
     def __init__(self, text: str) -> None:
         self.instructions: dict[str, _Instruction] = {}
         self.computations: dict[str, list[_Instruction]] = {}
+        self.readers: dict[str, list[_Instruction]] = {}
         updates, members = _updates(text), list[_Instruction]()
         for line in text.splitlines():
             if found := _COMPUTATION.match(line):
@@ -150,6 +151,8 @@ class _Program:
                 one = _Instruction(opcode, _FORMATS.get(kind, ""), reads, calls, target, path, is_update)
                 self.instructions[name] = one
                 members.append(one)
+                for read in reads:
+                    self.readers.setdefault(read, []).append(one)
 
     def has(self, names: set[str]) -> int:
         """Return how many of these names are names of its instructions."""
@@ -164,7 +167,8 @@ class _Program:
             return None
         inside = [one, *self._inside(one)]
         product = next((each for each in inside if _is_product(each)), None)
-        origin = product or next((each for each in inside if each.path), one)
+        placed = [product] if product else [*inside, *self.readers.get(name, ())]  # XLA forgets places of casts
+        origin = next((each for each in placed if each.path), one)
         *scopes, primitive = _scopes(origin.path)
         reads = one.inputs if product is None else product.inputs
         if product is not None:

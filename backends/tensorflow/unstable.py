@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tensorflow.core.framework import attr_value_pb2, graph_pb2, tensor_shape_pb2
@@ -399,3 +400,20 @@ def flat_inputs(concrete: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     """Return the inputs of a ``ConcreteFunction``, including captured ones, for a call with these arguments."""
     bound = function_type_utils.canonicalize_function_inputs(args, kwargs, concrete.function_type)
     return [*concrete.function_type.unpack_inputs(bound), *concrete.captured_inputs]
+
+
+def events_in(file: Path) -> Iterator[tuple[str, float, float]]:
+    """Yield the name, start and end of each event in a file of the profiler: of the GPUs, else of the host."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    space = xplane_pb2.XSpace.FromString(file.read_bytes())
+    gpus = [plane for plane in space.planes if plane.name.startswith("/device:GPU")]
+    for plane in gpus or space.planes:
+        for line in plane.lines:
+            for event in line.events:
+                names = {plane.stat_metadata[one.metadata_id].name: one for one in event.stats}
+                name = plane.event_metadata[event.metadata_id].name
+                if "tf_op" in names:  # of a kernel of a GPU: the node that launched it
+                    name = plane.stat_metadata[names["tf_op"].ref_value].name or names["tf_op"].str_value
+                start = line.timestamp_ns / 1e9 + event.offset_ps / 1e12
+                yield name, start, start + event.duration_ps / 1e12

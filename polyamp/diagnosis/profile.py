@@ -12,7 +12,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
@@ -72,7 +71,7 @@ class Timed(NamedTuple):
 
 def _pattern(path: str) -> str:
     """Return a path as in a rule, the same for all layers of a stack: ``encoder/*/attention``."""
-    return re.sub(r"\d+(?=/)", "*", path.replace(".", "/"))
+    return re.sub(r"\d+(?=/)", "*", path)
 
 
 def _is_product(name: str) -> bool:
@@ -188,7 +187,11 @@ class Profile(Report):
         found: dict[str, list[PlannedOperation]] = {}
         for op in self.plan.operations if self.plan else ():
             path = op.where.partition(" ")[0]
-            found.setdefault("" if ":" in path else _pattern(path), []).append(op)
+            if op.native[:1].isupper():  # a node of TensorFlow, whose place ends with its name
+                path = path.rpartition("/")[0]
+            path = "" if ":" in path else path
+            for known in {path, path.replace(".", "/")}:  # PyTorch's recorded plans join paths by dots
+                found.setdefault(_pattern(known), []).append(op)
         return found
 
     def as_dict(self) -> dict[str, Any]:
@@ -257,7 +260,7 @@ class Profile(Report):
         for planned in (True, False):
             why = "planned in 16 bits, but computed in another format here" if planned else "not in 16 bits"
             some = [one for one in wide if one.why.startswith(_PLANNED) == planned]
-            yield _about(some, f"in products {why}", lambda one: f"{one.format}: {one.why}")
+            yield _about(some, f"in products {why}", lambda one: one.format)
 
     def _sizes(self, one: Work) -> str:
         return ", ".join(map(str, self.odd[one.name, one.where]))
@@ -343,29 +346,35 @@ def profile(
     chosen = None if policy is None else make_policy(policy)
     call = (step, args, kwargs)
     timed = find_verb("time_step", backend, call, where="the step and its arguments")
+    made, is_rewritten = _new_folder(folder), chosen is None and hasattr(type(step), "plan")
     odd, plan, unplanned = {}, None, ""
     try:  # before the step runs: JAX may delete its arguments
-        ambient = "engine" in signature(find_verb("explain", backend, call, where="profile(step)")).parameters
-        engine = "autocast" if ambient else None
-        plan = explain(step, *args, policy=chosen, backend=backend, engine=engine, **kwargs)
-        facts = find_verb("facts", backend, call, where="the step and its arguments")(*call, sixteen_bit(chosen), None)
+        plan = None if is_rewritten else _plan_of(step, args, kwargs, chosen, backend)
+        plain = getattr(step, "plain", step)  # of a rewritten function
+        facts = find_verb("facts", backend, call, where="profile(step)")(plain, args, kwargs, sixteen_bit(chosen), None)
         products = ((one, odd_sizes(one.sizes)) for one in facts.products)
         odd = {(one.name, _pattern(one.where)): sizes for one, sizes in products if sizes}
     except PolyampError as error:
         unplanned = str(error).partition("\n")[0]
-    trace: Trace = timed(*call, chosen, runs=runs, folder=_new_folder(folder))
+    trace: Trace = timed(*call, chosen, runs=runs, folder=made)
+    plan = step.plan if is_rewritten else plan
     return Profile(str(chosen or "its own policy"), runs, trace, plan, unplanned, odd)
+
+
+def _plan_of(
+    step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy | None, backend: str | None
+) -> Plan:
+    """Return the plan of a step as it runs: under ambient autocast, if the framework has that."""
+    explains = find_verb("explain", backend, (step, args, kwargs), where="profile(step)")
+    engine = "autocast" if "engine" in signature(explains).parameters else None
+    return explain(step, *args, policy=policy, backend=backend, engine=engine, **kwargs)
 
 
 def _new_folder(parent: str | PathLike[str]) -> Path:
     """Make a folder that was not there, named after the time."""
-    name = time.strftime("%Y-%m-%d_%H-%M-%S")
     try:
-        for number in range(1000):
-            made = Path(parent, f"{name}_{number}" if number else name)
-            with suppress(FileExistsError):
-                made.mkdir(parents=True)
-                return made
-        raise OSError("it has a thousand folders of this second")
+        made = Path(parent, f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{time.perf_counter_ns()}")
+        made.mkdir(parents=True)
+        return made
     except (OSError, TypeError, ValueError) as error:
         raise unwritable(parent, error) from error

@@ -55,6 +55,19 @@ def test_non_finite_loss_is_reported_by_a_later_step(nonfinite_loss: Any) -> Non
     assert all(map(torch.equal, model.parameters(), before))
 
 
+def test_a_profile_has_the_kernels_of_each_kind_and_what_waits_for_the_gpu(tmp_path: Any) -> None:
+    model, opt = trained(steps=1)
+
+    def step() -> float:
+        train_step(model, opt)
+        return float(model.weight.sum())
+
+    report = polyamp.profile(step, runs=2, folder=tmp_path)
+    assert sum(report.shares.values()) == pytest.approx(1)
+    assert {"16-bit products", "memory-bound", "optimizer"} <= {one.kind for one in report.work}
+    assert any("aten::item" in place for place in report.trace.waits)
+
+
 def test_doctor_names_the_gpu_and_its_fast_formats() -> None:
     described = polyamp.adapters.adapter_named("torch").describe()
     gpu = described["devices"][0]

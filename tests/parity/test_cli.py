@@ -127,6 +127,23 @@ def test_diagnose_prints_saves_and_draws(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@FRAMEWORKS
+def test_profile_prints_saves_and_draws(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, framework: str
+) -> None:
+    if framework == "keras":  # a model is not a step: its own train step is
+        words = ("torch_target:scalar", "--backend", "keras")
+        assert run(monkeypatch, "profile", *words) == 1
+        assert "keras adapter has no time_step" in " ".join(capsys.readouterr().err.split())
+        return
+    report, picture = tmp_path / "step.json", tmp_path / "step.png"
+    words = ("--runs", "1", "--folder", str(tmp_path), "--json", str(report), "--plot", str(picture))
+    assert run(monkeypatch, "profile", f"{framework}_target:step", *words) == 0
+    assert f"{framework} on cpu, its own policy" in capsys.readouterr().out
+    assert Path(json.loads(report.read_text())["file"]).is_relative_to(tmp_path)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

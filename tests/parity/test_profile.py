@@ -1,16 +1,23 @@
 """`polyamp.profile` of steps whose composition is known, in every framework."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import optax
 import pytest
+import tensorflow as tf
 import torch
+from matplotlib.image import imread
 
 import polyamp
+from polyamp.diagnosis.profile import Profile, Work
+from polyamp.errors import InvalidTypeError, InvalidValueError
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(512, 250)).astype(np.float32)
@@ -57,7 +64,41 @@ def jax_step() -> tuple[Callable[..., Any], tuple[Any, ...]]:
     return step, (params, tx.init(params), jnp.asarray(X))
 
 
-STEPS = {"torch": torch_step, "jax": jax_step}
+def tensorflow_step() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    weights = {name: tf.Variable(weight) for name, weight in WEIGHTS.items()}
+
+    @tf.function
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            for name, weight in weights.items():
+                with tf.name_scope(name):
+                    x = x @ weight
+            loss = tf.reduce_mean(tf.square(x))
+        with tf.name_scope("optimizer"):
+            for weight, gradient in zip(weights.values(), tape.gradient(loss, list(weights.values())), strict=True):
+                weight.assign_sub(1e-3 * gradient)
+        return loss
+
+    return polyamp.rewrite(step, policy="mixed_bfloat16"), (tf.constant(X),)
+
+
+def keras_step() -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Make the step of a Keras model, which has the profiler of the framework that Keras runs on."""
+    layers = [keras.layers.Dense(weight.shape[1], name=name) for name, weight in WEIGHTS.items()]
+    model = keras.Sequential([keras.Input((250,)), *layers])
+    opt = keras.optimizers.SGD(1e-3)
+
+    @tf.function
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x, training=True)))
+        opt.apply_gradients(zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True))
+        return loss
+
+    return polyamp.rewrite(step, policy="mixed_bfloat16"), (tf.constant(X),)
+
+
+STEPS = {"torch": torch_step, "jax": jax_step, "tensorflow": tensorflow_step, "keras": keras_step}
 
 
 @pytest.fixture(params=STEPS, scope="module")
@@ -72,10 +113,92 @@ def test_the_shares_are_those_of_the_whole_step(report) -> None:
     assert all(0 <= part <= 1 for part in report.shares.values())
 
 
+def at(report: Profile, name: str, where: str) -> list[Work]:
+    return [one for one in report.work if one.name == name and one.where.rpartition("/")[2] == where]
+
+
 def test_products_casts_and_the_optimizer_are_found_at_their_places(report) -> None:
-    found = {(one.name, one.where): one for one in report.work}
-    for where in ("inner", "outer"):
-        assert found["matmul", where].kind in ("16-bit products", "other compute")
-        assert found["matmul", where].times >= 1
-    assert found["update", ""].kind == "optimizer"
-    assert any(one.kind == "casts" and one.where == "inner" for one in report.work)
+    for where in WEIGHTS:
+        products = at(report, "matmul", where)
+        assert products
+        assert {one.kind for one in products} <= {"16-bit products", "other compute"}
+        assert all((one.kind == "16-bit products") == (one.format == "bfloat16") for one in products)
+        assert 2 <= sum(one.times for one in products) <= 3  # the input of the first one needs no gradient
+    assert [one.kind for one in at(report, "update", "")] == ["optimizer"]
+    assert any(one.kind == "casts" for one in report.work)
+
+
+def test_a_size_that_is_not_divisible_by_8_is_named_with_its_place(report) -> None:
+    assert {(name, where.rpartition("/")[2]): sizes for (name, where), sizes in report.odd.items()} == {
+        ("matmul", "inner"): (250,)
+    }
+    if any(one.kind == "16-bit products" and one.share > 0.03 for one in at(report, "matmul", "inner")):
+        assert "sizes not divisible by 8; pad them: " in str(report)
+        assert "inner/matmul (250)" in str(report)
+
+
+def test_a_product_has_the_reason_of_the_plan(report) -> None:
+    assert report.plan is not None
+    assert all(one.why for where in WEIGHTS for one in at(report, "matmul", where))
+
+
+def test_the_profilers_file_is_kept_and_a_second_one_does_not_replace_it(report, tmp_path) -> None:
+    assert Path(report.file).stat().st_size > 0
+    step, args = torch_step()
+    files = [polyamp.profile(step, *args, runs=1, folder=tmp_path).file for _ in range(2)]
+    assert all(json.loads(Path(file).read_text())["traceEvents"] for file in files)
+    assert len(set(files)) == 2
+
+
+def test_the_report_is_json_and_a_picture(report, tmp_path) -> None:
+    report.save(tmp_path / "profile.json")
+    saved = json.loads((tmp_path / "profile.json").read_text())
+    assert saved["shares"] == pytest.approx(dict(report.shares))
+    assert sum(one["seconds"] for one in saved["work"]) == pytest.approx(
+        saved["seconds"] * (1 - saved["shares"]["host"])
+    )
+    report.plot(tmp_path / "profile.png")
+    assert imread(tmp_path / "profile.png").shape[1] == 1500
+
+
+def test_a_policy_that_is_given_decides_the_formats() -> None:
+    layer, x = torch.nn.Linear(250, 256), torch.from_numpy(X)
+    for policy, format_name in (("mixed_bfloat16", "bfloat16"), ("float32", "float32")):
+        (product,) = [one for one in polyamp.profile(layer, x, policy=policy, runs=1).work if one.name == "matmul"]
+        assert product.format == format_name
+
+
+def test_attention_in_16_bits_is_a_product_of_16_bits_backward_too(tmp_path) -> None:
+    q = torch.randn(2, 2, 32, 16, dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> None:
+        torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+
+    found = [one for one in polyamp.profile(step, runs=1, folder=tmp_path).work if one.name == "attention"]
+    assert [(one.kind, one.times) for one in found] == [("16-bit products", 2)]
+
+
+def test_donated_arguments_are_the_users_afterwards(tmp_path) -> None:
+    step, args = jax_step()
+    donating = jax.jit(step, donate_argnums=(0, 1))
+    polyamp.profile(donating, *args, runs=2, folder=tmp_path)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(args))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"runs": 0}, InvalidValueError, "runs"),
+        ({"runs": 2.5}, InvalidTypeError, "runs"),
+        ({"folder": "file/in"}, InvalidValueError, "cannot be written"),
+        ({"folder": 3}, InvalidValueError, "cannot be written"),
+        ({"backend": "numpy"}, InvalidTypeError, "backend"),
+    ],
+)
+def test_bad_arguments_are_refused_before_the_step_runs(options, error, words, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    with pytest.raises(error, match=words):
+        polyamp.profile(lambda x: pytest.fail("it ran"), torch.ones(1), **options)
+    with pytest.raises(InvalidTypeError, match="cannot be called"):
+        polyamp.profile(torch.ones(1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from operator import attrgetter
 from typing import Any
 
@@ -21,8 +21,6 @@ from polyamp.backends.torch.graphs.program import Program
 from polyamp.backends.torch.recording.widening import tensors
 from polyamp.batch import Footprint, Pass, batch_axes, footprint
 from polyamp.policies import Policy
-
-Arguments = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 def footprint_of(
@@ -43,11 +41,12 @@ def footprint_of(
         meter: Meter = run_on_fakes(fn, args, kwargs, policy, Meter, grown)
         return meter
 
-    try:
-        once, twice = measured(1), measured(2)
-    except Exception:  # its code reads values or depends on this size, or an operator has no kernel for such tensors
-        return None
-    return footprint(examples, once.parameters, once.measured, twice.measured)
+    for cudnn in dict.fromkeys((torch.backends.cudnn.enabled, False)):  # its layers may refuse tensors without data
+        # What fails in both: code that reads values or depends on this size, an operator without such a kernel.
+        with suppress(Exception), torch.backends.cudnn.flags(enabled=cudnn):
+            once, twice = measured(1), measured(2)
+            return footprint(examples, once.parameters, once.measured, twice.measured)
+    return None
 
 
 def rewritten(program: Program, fn: Callable[..., Any]) -> GraphModule:
@@ -62,7 +61,7 @@ class Meter(OnFakes):  # type: ignore[no-untyped-call]
 
     def __init__(self, run: Any, policy: Policy) -> None:
         super().__init__(run, policy)
-        self._run = _run
+        self._run = self._run_on_fakes
         self._alive: dict[int, tuple[int, int]] = {}
         self._saved: dict[int, int] = {}
         self._count = self._in_use = self.parameters = 0
@@ -95,6 +94,20 @@ class Meter(OnFakes):  # type: ignore[no-untyped-call]
         super().look(op, args, out)
         self._add(tensors([out]))
 
+    def _run_on_fakes(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator, also recurrent layers, of whose memory PyTorch's fakes know nothing."""
+        if op is not _CUDNN_BACKWARD:
+            out = op(*args, **kwargs)
+            return _with_reserve(out, op, args) if op in _RECURRENT else out
+        data, weights, layer, hidden, cells = *args[:3], *args[4:6]
+        grads = (
+            *pytree.tree_map_only(Tensor, torch.empty_like, (data, hidden, cells)),
+            [*map(torch.empty_like, weights)],
+        )
+        gates = sum(weight.shape[0] for weight in weights[::layer])  # of all layers; their gradients are its workspace
+        self._add([*tensors([grads]), data.new_empty(gates, data.numel() // data.shape[-1])])
+        return grads
+
     def _add(self, made: Iterable[Tensor]) -> None:
         for one in made:
             storage = one.untyped_storage()
@@ -121,15 +134,9 @@ _RECURRENT = {torch.ops.aten._cudnn_rnn.default, torch.ops.aten.mkldnn_rnn_layer
 _CUDNN_BACKWARD = torch.ops.aten._cudnn_rnn_backward.default
 
 
-def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an operator on fakes, also recurrent layers, of whose memory PyTorch's fakes know nothing."""
-    if op is _CUDNN_BACKWARD:
-        data, weights, hidden, cells = args[0], args[1], args[4], args[5]
-        return *pytree.tree_map_only(Tensor, torch.empty_like, (data, hidden, cells)), [*map(torch.empty_like, weights)]
-    out = op(*args, **kwargs)
-    if op not in _RECURRENT:
-        return out
-    with unstable.with_data(), warnings.catch_warnings():  # only the kernel knows how much it keeps: run it on zeros
+def _with_reserve(out: Any, op: Any, args: Sequence[Any]) -> Any:
+    """Return the results of a recurrent layer with the memory that it keeps, which only its kernel knows."""
+    with unstable.with_data(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the memory of the weights
         real = op(*pytree.tree_map_only(Tensor, _zeros, args))
     return *out[:3], out[3].new_empty(real[3].numel()), *out[4:]

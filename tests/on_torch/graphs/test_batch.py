@@ -289,7 +289,7 @@ def test_the_largest_batch_on_a_gpu(name: str, policy: str) -> None:
     model = made().cuda()
     given = [one.cuda() for one in batch_of(3)]
     plan = explain(loss_of(model), *given, policy=policy, engine="autocast", examples=3)
-    predicted = plan.largest_batch(LIMIT).policy
+    predicted = plan.largest_batch(int(0.9 * LIMIT)).policy  # the rest is for gaps between tensors
     with limited():
         measured = largest_on_gpu(model, batch_of, policy, predicted)
     print(f"{name} {policy}: predicted {predicted}, measured {measured}")

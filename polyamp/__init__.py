@@ -19,7 +19,6 @@ from polyamp.verbs import (
     value_and_grad,
     wrap_optimizer,
 )
-from polyamp.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from polyamp.diagnosis.calibrate import calibrate
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from polyamp.diagnosis.watch import watch
     from polyamp.plan import Plan
     from polyamp.rewriting import explain, rewrite
+    from polyamp.version import __version__ as __version__
 
 __all__ = [
     "LossScale",
@@ -66,6 +66,7 @@ __all__ = [
 
 _ON_FIRST_USE = {
     "Plan": "plan",
+    "__version__": "version",
     "explain": "rewriting",
     "rewrite": "rewriting",
     **{

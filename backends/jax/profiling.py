@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
+from itertools import cycle
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -48,9 +50,13 @@ def time_step(
         _wait(call(*example[0], **example[1]))
         is_donated = any(leaf.is_deleted() for leaf in jax.tree.leaves(example) if isinstance(leaf, jax.Array))
 
-        def batch(count: int) -> float:
-            """Run some steps, on a CPU one after the other, and return the seconds."""
+        def arguments(count: int) -> list[Any]:
             each = [_copied((args, kwargs)) if is_donated else (args, kwargs) for _ in range(count)]
+            _wait(each)
+            return each
+
+        def batch(each: list[Any]) -> float:
+            """Run steps, on a CPU one after the other, and return the seconds."""
             start = perf_counter()
             for own_args, own_kwargs in each:
                 result = call(*own_args, **own_kwargs)
@@ -59,12 +65,12 @@ def time_step(
             _wait(result)
             return perf_counter() - start
 
-        batch(WARM_UP)
-        seconds = batch(runs)
+        batch(arguments(WARM_UP))
+        seconds, each = batch(arguments(runs)), arguments(runs)
         with jax.profiler.trace(str(folder), profiler_options=_options()):
-            profiled = batch(runs)
+            profiled = batch(each)
     (file,) = folder.glob("**/*.xplane.pb")
-    return _read(file, seconds, profiled)
+    return _read(file, seconds, profiled, runs)
 
 
 def _wait(result: Any) -> None:
@@ -92,19 +98,22 @@ class _Event(NamedTuple):
 
     program: str  # the name of the compiled program
     instruction: str
+    kernel: str
     start: float  # in seconds
     end: float
 
 
-def _read(file: Path, seconds: float, profiled: float) -> Trace:
+def _read(file: Path, seconds: float, profiled: float, runs: int) -> Trace:
     """Return what the events of the file show."""
     events = list(_events(file))
-    programs, none, is_cpu = _programs(events), _Program(""), jax.default_backend() == "cpu"
-    each = (programs.get(one.program, none).timed(one.instruction, one.end - one.start) for one in events)
-    operations = tuple(filter(None, each))
+    programs, is_cpu = _programs(events), jax.default_backend() == "cpu"
+    operations = list[Timed]()
+    for name in dict.fromkeys(event.program for event in events):
+        own = sorted((event for event in events if event.program == name), key=lambda event: event.start)
+        operations += filter(None, programs.get(name, _Program("")).timed_all(own, runs))
     busy = union((event.start, event.end) for event in events) / (profiled if is_cpu else seconds)
     device = "cpu" if is_cpu else jax.local_devices()[0].device_kind
-    return Trace("jax", device, seconds, busy, operations, str(file), {})
+    return Trace("jax", device, seconds, busy, tuple(operations), str(file), {})
 
 
 def _events(file: Path) -> Iterator[_Event]:
@@ -118,7 +127,7 @@ def _events(file: Path) -> Iterator[_Event]:
                         if "hlo_op" in stats or line.name.startswith("Stream"):
                             program = str(stats.get("hlo_module", "")).partition("(")[0]
                             start, end = event.start_ns / 1e9, event.end_ns / 1e9
-                            yield _Event(program, str(stats.get("hlo_op", event.name)), start, end)
+                            yield _Event(program, str(stats.get("hlo_op", "")), event.name, start, end)
 
 
 class _Instruction(NamedTuple):
@@ -138,19 +147,21 @@ class _Program:
 
     def __init__(self, text: str) -> None:
         self.instructions: dict[str, _Instruction] = {}
-        self.computations: dict[str, list[_Instruction]] = {}
+        self.kernels: dict[str, str] = {}  # by the name of its kernel on a GPU
+        self.members: dict[str, list[str]] = {}  # the instructions of each computation, in the order in which they run
         self.readers: dict[str, list[_Instruction]] = {}
-        updates, members = _updates(text), list[_Instruction]()
+        updates, members = _updates(text), list[str]()
         for line in text.splitlines():
             if found := _COMPUTATION.match(line):
-                members = self.computations[found[1]] = []
+                members = self.members[found[1]] = []
             elif found := _INSTRUCTION.match(line):
                 name, kind, opcode, inputs, rest = found.groups()
                 calls, target, path, frame = (_first(pattern, rest) for pattern in _ATTRIBUTES)
                 reads, is_update = tuple(_NAME.findall(inputs)), frame in updates
                 one = _Instruction(opcode, _FORMATS.get(kind, ""), reads, calls, target, path, is_update)
                 self.instructions[name] = one
-                members.append(one)
+                self.kernels[re.sub("[.-]", "_", name)] = name
+                members.append(name)
                 for read in reads:
                     self.readers.setdefault(read, []).append(one)
 
@@ -158,15 +169,45 @@ class _Program:
         """Return how many of these names are names of its instructions."""
         return len(names & self.instructions.keys())
 
+    def instruction_of(self, event: _Event) -> str:
+        """Return the instruction that ran: of a CUDA graph, an event names the graph, and the kernel."""
+        one = self.instructions.get(event.instruction)
+        if one is not None and one.opcode not in _CALLS:
+            return event.instruction
+        return self.kernels.get(event.kernel, event.kernel)
+
+    def does_product(self, name: str) -> bool:
+        """Return whether an instruction, or a kernel of a library, computes a product."""
+        one = self.instructions.get(name)
+        return bool(_PRODUCT.search(name)) if one is None else self._product_in(one) is not None
+
+    @cached_property
+    def products(self) -> list[str]:
+        """Return the instructions that compute products, in the order in which they run."""
+        fused = {one.calls for one in self.instructions.values()}
+        parts = (names for part, names in self.members.items() if part not in fused)
+        return [name for names in parts for name in names if self.does_product(name)]
+
+    def timed_all(self, events: Sequence[_Event], runs: int) -> Iterator[Timed | None]:
+        """Yield the operation of each event of some runs, in the order of time."""
+        names = [self.instruction_of(event) for event in events]
+        unsure = [
+            at for at, event in enumerate(events) if event.instruction != names[at] and self.does_product(names[at])
+        ]
+        if len(unsure) == runs * len(self.products):  # a library's kernels have no name of ours, and run in this order
+            for at, name in zip(unsure, cycle(self.products), strict=False):
+                names[at] = name
+        for event, name in zip(events, names, strict=True):
+            yield self.timed(name, event.end - event.start)
+
     def timed(self, name: str, seconds: float) -> Timed | None:
         """Return the operation of an instruction; None if it only runs others, which have times of their own."""
         one = self.instructions.get(name)
-        if one is None:  # a kernel of a library that no instruction names
-            return Timed("matmul" if _PRODUCT.search(name) else name, "", (), seconds)
-        if one.opcode in ("while", "conditional", "call"):
+        if one is None:
+            return self._of_library(name, seconds)
+        if one.opcode in _CALLS:
             return None
-        inside = [one, *self._inside(one)]
-        product = next((each for each in inside if _is_product(each)), None)
+        inside, product = [one, *self._inside(one)], self._product_in(one)
         placed = [product] if product else [*inside, *self.readers.get(name, ())]  # XLA forgets places of casts
         origin = next((each for each in placed if each.path), one)
         *scopes, primitive = _scopes(origin.path)
@@ -177,16 +218,31 @@ class _Program:
             name = "cast"
         else:
             name = "custom_call" if one.opcode == "custom-call" else OPERATIONS.get(primitive, primitive or one.opcode)
-        formats = {self.instructions[each].format for each in reads if each in self.instructions}
         is_update = any(each.is_update for each in inside) and product is None
-        return Timed(name, "/".join(scopes), tuple(sorted(formats - {""})), seconds, is_update)
+        return Timed(name, "/".join(scopes), self._formats(reads), seconds, is_update)
+
+    def _of_library(self, kernel: str, seconds: float) -> Timed:
+        """Return the operation of a kernel that no instruction names: a product has the formats that all here have."""
+        if not _PRODUCT.search(kernel):
+            return Timed(kernel, "", (), seconds)
+        products = (self._product_in(self.instructions[name]) for name in self.products)
+        formats = {self._formats(one.inputs) for one in products if one}
+        return Timed("matmul", "", formats.pop() if len(formats) == 1 else (), seconds)
+
+    def _formats(self, names: Iterable[str]) -> tuple[str, ...]:
+        known = {self.instructions[name].format for name in names if name in self.instructions}
+        return tuple(sorted(known - {""}))
+
+    def _product_in(self, one: _Instruction) -> _Instruction | None:
+        return next((each for each in (one, *self._inside(one)) if _is_product(each)), None)
 
     def _inside(self, one: _Instruction) -> Iterator[_Instruction]:
-        for inner in self.computations.get(one.calls, ()):
-            yield inner
-            yield from self._inside(inner)
+        for name in self.members.get(one.calls, ()):
+            yield self.instructions[name]
+            yield from self._inside(self.instructions[name])
 
 
+_CALLS = ("while", "conditional", "call")
 _FORMATS = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^  (?:ROOT )?%?([\w.-]+) = \(?(\w+).*? ([a-z][\w-]*)\((.*?)\)(.*)$")
@@ -245,7 +301,7 @@ def _programs(events: Iterable[_Event]) -> dict[str, _Program]:
     """Return the programs that ran, by name. Of several with a name, the one that has most of these instructions."""
     seen: dict[str, set[str]] = {}
     for event in events:
-        seen.setdefault(event.program, set()).add(event.instruction)
+        seen.setdefault(event.program, set()).update((event.instruction, event.kernel))
     found: dict[str, _Program] = {}
     for name, text in unstable.compiled_programs():
         if name in seen:

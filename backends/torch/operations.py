@@ -38,7 +38,8 @@ OPERATIONS: dict[str, str] = by_native_name(
         "attention": "scaled_dot_product_attention _native_multi_head_attention _scaled_dot_product_attention_math "
         "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention _flash_attention_forward "
-        "_flash_attention_backward _efficient_attention_forward _efficient_attention_backward",
+        "_flash_attention_backward _efficient_attention_forward _efficient_attention_backward "
+        "_cudnn_attention_forward _cudnn_attention_backward",
         "lstm_cell": "lstm _thnn_fused_lstm_cell mkldnn_rnn_layer",
         "gru_cell": "gru _thnn_fused_gru_cell",
         "rnn_cell": "rnn_tanh rnn_relu rnn_tanh_cell rnn_relu_cell _cudnn_rnn",

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["16-bit products", "other compute", "casts", "memory-bound", "optimizer", "host"]
 
-LISTED = 12
-"""Rows of the printed table."""
+LISTED, LONGEST = 12, 30
+"""Rows of the printed table, and characters of an operation's name."""
 
 NOTABLE, OFTEN = 0.02, 0.1
 """Share of a step from which on a sentence is about it; and about the optimizer and the host, which every step has."""
@@ -113,7 +113,9 @@ class Work(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Return the operation with its path, as in a rule."""
+        """Return the operation with its path, as in a rule; of casts, the path."""
+        if self.kind == "casts":
+            return self.where or "no known path"
         return f"{self.where}/{self.name}" if self.where else self.name
 
 
@@ -173,7 +175,9 @@ class Profile(Report):
     def _why(self, kind: Kind, name: str, formats: str, where: str) -> str:
         here = self._planned.get(where, ())
         if kind == "casts":
-            borders = (f"{op.name} in {op.format}: {op.reason}" for op in here if op.casts)
+            borders = (
+                f"{op.name} in {op.format}" for op in here if op.casts and op.op_class not in ("neutral", "keep")
+            )
             return next(borders, "")
         same = [op for op in here if op.name == name or (_is_product(name) and _is_product(op.name))]
         if not same or kind == "optimizer":
@@ -242,7 +246,8 @@ class Profile(Report):
 
     def _row(self, one: Work) -> tuple[str, ...]:
         seconds, count = f"{1000 * one.share * self.seconds:.2f}", f"{one.times:.4g}"
-        return (share(one.share), seconds, one.kind, one.name, one.format, count, one.where, one.why)
+        name = one.name if len(one.name) <= LONGEST else f"{one.name[: LONGEST - 1]}…"  # of a compiled kernel
+        return (share(one.share), seconds, one.kind, name, one.format, count, one.where, one.why)
 
     def sentences(self) -> list[str]:
         """Return what to act on, with the place and its share of the step."""
@@ -267,7 +272,7 @@ class Profile(Report):
 
     def _about_casts(self) -> Iterator[str]:
         casts = [one for one in self.work if one.kind == "casts"]
-        yield _about(casts, "in casts", lambda one: f"at the border of {one.why}" if one.why else "")
+        yield _about(casts, "in casts, at the border of", lambda one: one.why)
 
     def _about_update(self) -> Iterator[str]:
         update = [one for one in self.work if one.kind == "optimizer"]

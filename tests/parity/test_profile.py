@@ -161,10 +161,11 @@ def test_the_report_is_json_and_a_picture(report, tmp_path) -> None:
     assert imread(tmp_path / "profile.png").shape[1] == 1500
 
 
-def test_a_policy_that_is_given_decides_the_formats() -> None:
+def test_a_policy_that_is_given_decides_the_formats(tmp_path) -> None:
     layer, x = torch.nn.Linear(250, 256), torch.from_numpy(X)
     for policy, format_name in (("mixed_bfloat16", "bfloat16"), ("float32", "float32")):
-        (product,) = [one for one in polyamp.profile(layer, x, policy=policy, runs=1).work if one.name == "matmul"]
+        report = polyamp.profile(layer, x, policy=policy, runs=1, folder=tmp_path)
+        (product,) = [one for one in report.work if one.name == "matmul"]
         assert product.format == format_name
 
 

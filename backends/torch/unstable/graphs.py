@@ -46,6 +46,9 @@ def capturing(code: Any, backend: Any) -> Iterator[None]:
         "ignore_logging_functions" if hasattr(dynamo.config, "ignore_logging_functions") else "ignore_logger_methods"
     )
     settings[ignored] = {*getattr(dynamo.config, ignored), *_logging_methods()}
+    # Before PyTorch 2.13 Dynamo cannot write these functions into its log of settings, and logs a page of errors.
+    logged = dynamo.utils._get_dynamo_config_for_logging
+    dynamo.utils._get_dynamo_config_for_logging = lambda: None
     try:
         with (
             _letting_go_of_failures(),
@@ -56,6 +59,7 @@ def capturing(code: Any, backend: Any) -> Iterator[None]:
             warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")  # Dynamo's own calls
             yield
     finally:
+        dynamo.utils._get_dynamo_config_for_logging = logged
         _forget_guards(code)
         dynamo.reset_code(code)  # type: ignore[attr-defined]
         kept: dict[int, Any] = getattr(dynamo.eval_frame, "cached_backends", {})

@@ -207,6 +207,11 @@ def test_a_copy_trains_a_copy() -> None:
     assert all(param.grad is None for param in model.parameters())
 
 
+def test_a_capture_logs_no_error(capfd: pytest.CaptureFixture[str]) -> None:
+    rewrite(mlp(), X, policy="mixed_bfloat16")
+    assert capfd.readouterr().err == ""
+
+
 def test_many_modules_of_one_class_are_captured() -> None:
     """Dynamo counts the graphs of one function, and stops at eight."""
     layers = [nn.Linear(8, 4) for _ in range(9)]

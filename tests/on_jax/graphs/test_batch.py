@@ -27,9 +27,8 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         h = nn.Embed(WORDS, 32)(x)
-        for _ in range(2):
-            h += nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(h))
-            h += nn.Dense(32)(nn.gelu(nn.Dense(128)(nn.LayerNorm()(h))))
+        h += nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(h))
+        h += nn.Dense(32)(nn.gelu(nn.Dense(128)(nn.LayerNorm()(h))))
         return nn.Dense(WORDS)(h)
 
 

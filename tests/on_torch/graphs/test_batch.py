@@ -119,18 +119,16 @@ def trains(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_largest_batch_trains_in_that_memory_and_a_larger_one_does_not(name: str, policy: str) -> None:
+def test_the_largest_batch_trains_in_that_memory_and_a_larger_one_does_not(name: str) -> None:
     made, batch_of = CASES[name]
     model, limit = made(), 40 * 2**20
     loss = loss_of(model)
-    plan = explain(loss, *batch_of(3), policy="mixed_bfloat16", engine="autocast", examples=3)
-    largest = plan.largest_batch(limit)
+    largest = explain(loss, *batch_of(3), policy="mixed_bfloat16", engine="autocast", examples=3).largest_batch(limit)
     assert largest.policy > largest.float32 > 0
-    predicted = largest.float32 if policy == "float32" else largest.policy
-    assert trains(model, loss, policy, batch_of(int(predicted / 1.15)), limit)
-    assert not trains(model, loss, policy, batch_of(int(predicted * 1.15) + 1), limit)
+    for policy, predicted in zip(("float32", "mixed_bfloat16"), largest, strict=True):
+        assert trains(model, loss, policy, batch_of(int(predicted / 1.15)), limit)
+        assert not trains(model, loss, policy, batch_of(int(predicted * 1.15) + 1), limit)
 
 
 @pytest.mark.slow

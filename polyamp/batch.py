@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from polyamp.errors import InvalidValueError, is_integer, shown
@@ -28,7 +28,7 @@ class Footprint(NamedTuple):
     examples: int  # in the arguments that were given
     parameters: int  # how many numbers are trained
     saved: Growth
-    in_use: tuple[Growth, ...]  # at the moments of which one is the fullest; which one depends on the batch
+    in_use: tuple[Growth, ...]  # at each moment; which one is the fullest depends on the batch
 
     def largest_batch(self, memory: int, optimizer_bytes: float) -> int:
         """Return the largest batch that fits in so many bytes, 0 if none does."""
@@ -41,20 +41,11 @@ def footprint(examples: int, parameters: int, once: Pass, twice: Pass) -> Footpr
     if len(once.in_use) != len(twice.in_use):
         return None
     moments = [_growth(examples, *pair) for pair in zip(once.in_use, twice.in_use, strict=True)]
-    return Footprint(examples, parameters, _growth(examples, once.saved, twice.saved), tuple(_fullest(moments)))
+    return Footprint(examples, parameters, _growth(examples, once.saved, twice.saved), tuple(dict.fromkeys(moments)))
 
 
 def _growth(examples: int, once: int, twice: int) -> Growth:
     return Growth(2 * once - twice, (twice - once) // examples)
-
-
-def _fullest(moments: Iterable[Growth]) -> Iterator[Growth]:
-    """Yield the moments that are the fullest for some batch, in the order of their bytes for each example."""
-    last: Growth | None = None
-    for moment in sorted(set(moments), key=lambda one: (-one.each, -one.fixed)):
-        if last is None or moment.fixed > last.fixed:
-            yield moment
-            last = moment
 
 
 def batch_axes(shapes: Sequence[Sequence[int]], examples: int) -> list[int | None]:

@@ -71,7 +71,7 @@ class Timed(NamedTuple):
 
 def _pattern(path: str) -> str:
     """Return a path as in a rule, the same for all layers of a stack: ``encoder/*/attention``."""
-    return re.sub(r"\d+(?=/)", "*", path)
+    return re.sub(r"(?<![^/])([A-Za-z_]*)\d+(?=/)", r"\1*", path)
 
 
 def _is_product(name: str) -> bool:

@@ -179,6 +179,26 @@ def test_attention_in_16_bits_is_a_product_of_16_bits_backward_too(tmp_path) -> 
     assert [(one.kind, one.times) for one in found] == [("16-bit products", 2)]
 
 
+def test_the_layers_of_a_stack_are_added_up(tmp_path) -> None:
+    stack = torch.nn.Sequential(*(torch.nn.ModuleDict({"linear": torch.nn.Linear(250, 250)}) for _ in range(2)))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for block in stack:
+            x = block["linear"](x)
+        return x
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stack = stack
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return step(x)
+
+    report = polyamp.profile(Model(), torch.from_numpy(X), runs=1, folder=tmp_path)
+    assert [(one.where, one.times) for one in report.work if one.name == "matmul"] == [("stack/*/linear", 2)]
+
+
 def test_donated_arguments_are_the_users_afterwards(tmp_path) -> None:
     step, args = jax_step()
     donating = jax.jit(step, donate_argnums=(0, 1))

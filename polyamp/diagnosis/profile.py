@@ -12,6 +12,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
@@ -354,11 +355,14 @@ def profile(
     made, is_rewritten = _new_folder(folder), chosen is None and hasattr(type(step), "plan")
     odd, plan, unplanned = {}, None, ""
     try:  # before the step runs: JAX may delete its arguments
-        plan = None if is_rewritten else _plan_of(step, args, kwargs, chosen, backend)
-        plain = getattr(step, "plain", step)  # of a rewritten function
-        facts = find_verb("facts", backend, call, where="profile(step)")(plain, args, kwargs, sixteen_bit(chosen), None)
-        products = ((one, odd_sizes(one.sizes)) for one in facts.products)
-        odd = {(one.name, _pattern(one.where)): sizes for one, sizes in products if sizes}
+        with nullcontext() if chosen is None else chosen:
+            plan = None if is_rewritten else _plan_of(step, args, kwargs, chosen, backend)
+            plain = getattr(step, "plain", step)  # of a rewritten function
+            facts = find_verb("facts", backend, call, where="profile(step)")(
+                plain, args, kwargs, sixteen_bit(chosen), None
+            )
+            products = ((one, odd_sizes(one.sizes)) for one in facts.products)
+            odd = {(one.name, _pattern(one.where)): sizes for one, sizes in products if sizes}
     except PolyampError as error:
         unplanned = str(error).partition("\n")[0]
     trace: Trace = timed(*call, chosen, runs=runs, folder=made)

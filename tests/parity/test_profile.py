@@ -169,6 +169,19 @@ def test_a_policy_that_is_given_decides_the_formats(tmp_path) -> None:
         assert product.format == format_name
 
 
+def test_a_given_policy_is_that_of_regions_without_one(tmp_path) -> None:
+    tx = polyamp.wrap_optimizer(optax.sgd(1e-3), "mixed_bfloat16")
+
+    def step(weight: Any, state: Any, x: Any) -> Any:
+        loss, grads = polyamp.value_and_grad(lambda weight: jnp.square(x @ weight).mean())(state, weight)
+        return tx.update(grads, state, weight)[0], loss
+
+    weight = jnp.asarray(WEIGHTS["inner"])
+    args = (weight, tx.init(weight), jnp.asarray(X))
+    report = polyamp.profile(step, *args, policy="mixed_bfloat16", runs=1, folder=tmp_path)
+    assert {op.format for op in report.plan.operations if op.name == "matmul"} == {"bfloat16"}
+
+
 def test_attention_in_16_bits_is_a_product_of_16_bits_backward_too(tmp_path) -> None:
     q = torch.randn(2, 2, 32, 16, dtype=torch.bfloat16, requires_grad=True)
 

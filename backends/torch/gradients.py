@@ -99,6 +99,8 @@ class Gradients:
                 # not 1.0, which torch would send to the device, and wait
                 factor = torch.where(skipped.to(factor.device) == 0, factor, torch.ones_like(factor))
             for bucket in buckets.values():
+                if hasattr(bucket[0], "to_local"):  # before torch 2.13 what is written to partial sums is lost
+                    bucket = [local(grad) for grad in bucket]
                 torch._foreach_mul_(bucket, factor.to(bucket[0].device))
             return total
 

@@ -261,6 +261,9 @@ def tell(kernels: Kernels) -> None:
     _kernels = kernels
 
 
+_CACHE_MIXES = torch.__version__ < "2.11"  # autocast's cache holds what a reentrant checkpoint cast without gradients
+
+
 @unstable.never_compiled
 def enter(region: Region | None, device_types: Iterable[str] = ()) -> Frame:
     """Make a region this thread's innermost one, and enter native autocast on device types; `leave` undoes both."""
@@ -276,6 +279,8 @@ def enter(region: Region | None, device_types: Iterable[str] = ()) -> Frame:
         torch.set_autocast_enabled(device, region is not None)
         torch.set_autocast_dtype(device, torch.bfloat16 if region is None else region.dtype)
         depth = torch.autocast_increment_nesting()
+    if _CACHE_MIXES:
+        torch.set_autocast_cache_enabled(False)
     frame.depth = depth or nesting()
     frame.marks = frame.before = UNMARKED
     frame.undo = None

@@ -366,6 +366,7 @@ def test_clipping_may_measure_and_touch_what_is_not_scaled() -> None:
     assert opt.last_step
 
 
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="PyTorch 2.10 compiles no clipping")
 def test_compiled_code_clips_as_it_did() -> None:
     model = linear()
     wrap(model)

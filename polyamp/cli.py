@@ -167,6 +167,8 @@ def explain(
     ] = None,
 ) -> None:
     """Show the format of every operation of a step, and why. Exit code 3: a rule of the policy matches nothing."""
+    if memory is not None and examples is None:
+        raise typer.BadParameter("--memory needs --examples N: how many examples the step's arguments hold")
     step = step_of(target)
     chosen = sixteen_bit(step.options.get("policy") if policy is None else policy)
     plan = step.call(polyamp.explain, policy=chosen, backend=backend, engine=engine, examples=examples)

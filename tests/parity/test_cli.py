@@ -177,11 +177,11 @@ def test_explain_finds_the_largest_batch(monkeypatch: pytest.MonkeyPatch, capsys
     assert run(monkeypatch, *command) == 0
     shown = f"largest batch in 0.001 GiB with AdamW: {largest['policy']} (float32: {largest['float32']})"
     assert capsys.readouterr().out.splitlines()[-1] == shown
-    assert run(monkeypatch, *command[:2], "--memory", "-1") == 1
-    assert run(monkeypatch, "explain", "tensorflow_target:step", "--memory", "1") == 1
+    assert run(monkeypatch, *command, "--memory", "-1") == 1
+    assert run(monkeypatch, *command[:4]) == 2
     refused = capsys.readouterr().err
     assert "a positive number of bytes" in refused
-    assert "unknown how the memory of this step grows" in refused
+    assert "--memory needs --examples N" in refused
 
 
 def test_a_function_may_be_the_step_itself(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ from polyamp.diagnosis.equivalence import FIRST_LOOK
 from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.doctor import examine, examine_and_test, is_wrong, rows_of, rows_of_test
 from polyamp.errors import InvalidValueError, MissingFrameworkError, PolyampError
+from polyamp.policies import is_automatic
 from polyamp.report import Report, figure_for, unwritable, write_json
 from polyamp.run import run_script
 from polyamp.selftest import TESTED
@@ -305,7 +306,7 @@ def run(
             allowed="a Python file, or a folder with __main__.py; after -m the name of a module",
             fix="options of polyamp run come before the script, the script's own after it",
         )
-    if policy is not None and policy.strip().lower() == "auto":
+    if is_automatic(policy):
         raise InvalidValueError(
             "auto depends on the loaded framework, which the script has yet to load",
             where="polyamp run --policy",

@@ -134,6 +134,12 @@ class Plan(Report):
         fullest moment; in JAX, on this device, as XLA compiles them. Other memory comes on top: the framework's own,
         workspaces of kernels, gaps between tensors. So name less than the device has, such as 0.9 of what is free.
 
+        >>> from polyamp.batch import Footprint, Growth
+        >>> held = Footprint(4, 1000, saved=Growth(0, 512), in_use=(Growth(4000, each=1024),))
+        >>> plan = Plan("mixed_float16", (), footprint=held, footprint_float32=held)
+        >>> plan.largest_batch(2**20)  # 2**20 bytes less 1000 * 8 and 4000, by 1024 for each example
+        LargestBatch(float32=1012, policy=1012)
+
         Args:
             memory: bytes, such as ``16 * 2**30``.
             optimizer_bytes: what the optimizer keeps for each parameter: 8 for Adam and AdamW in float32, 4 for

@@ -209,6 +209,15 @@ class Policy:
         leave(self)
 
 
+def is_automatic(spec: object) -> bool:
+    """Return whether a name stands for the fastest right policy of the loaded frameworks.
+
+    >>> is_automatic(" Auto"), is_automatic("mixed_float16")
+    (True, False)
+    """
+    return isinstance(spec, str) and spec.strip().lower() == "auto"
+
+
 @refuses_unreadable
 def policy(
     spec: Any = None,
@@ -267,7 +276,7 @@ def policy(
             spec, formats = _of_another_library(spec, formats)
     if spec is None and not formats and not own_rules and loss_scale is None and name is None:
         return current_policy()
-    if isinstance(spec, str) and spec.strip().lower() == "auto":
+    if is_automatic(spec):
         from polyamp.auto import automatic
 
         spec = automatic()

@@ -27,10 +27,8 @@ from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.rewrite import autocast, has_own_policy
 from polyamp.backends.jax.modules import is_stateful
 from polyamp.backends.jax.operations import OPERATIONS
-from polyamp.diagnosis.profile import Timed, Trace, union
+from polyamp.diagnosis.profile import WARM_UP, Timed, Trace, union
 from polyamp.policies import Policy
-
-WARM_UP = 3
 
 
 def time_step(
@@ -65,7 +63,7 @@ def time_step(
             _wait(result)
             return perf_counter() - start
 
-        batch(arguments(WARM_UP))
+        batch(arguments(WARM_UP - 1))  # the first has run
         seconds, each = batch(arguments(runs)), arguments(runs)
         with jax.profiler.trace(str(folder), profiler_options=_options()):
             profiled = batch(each)
@@ -105,12 +103,14 @@ class _Event(NamedTuple):
 
 def _read(file: Path, seconds: float, profiled: float, runs: int) -> Trace:
     """Return what the events of the file show."""
-    events = list(_events(file))
+    events = sorted(_events(file), key=lambda event: event.start)
     programs, is_cpu = _programs(events), jax.default_backend() == "cpu"
-    operations = list[Timed]()
-    for name in dict.fromkeys(event.program for event in events):
-        own = sorted((event for event in events if event.program == name), key=lambda event: event.start)
-        operations += filter(None, programs.get(name, _Program("")).timed_all(own, runs))
+    by_program, operations = dict[str, list[_Event]](), list[Timed]()
+    for event in events:
+        by_program.setdefault(event.program, []).append(event)
+    for name, own in by_program.items():
+        program = programs[name] if name in programs else _Program("")
+        operations += filter(None, program.timed_all(own, runs))
     busy = union((event.start, event.end) for event in events) / (profiled if is_cpu else seconds)
     device = "cpu" if is_cpu else jax.local_devices()[0].device_kind
     return Trace("jax", device, seconds, busy, tuple(operations), str(file), {})

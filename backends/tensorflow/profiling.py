@@ -18,10 +18,8 @@ from polyamp.backends.tensorflow.graphs.capture import concrete_of
 from polyamp.backends.tensorflow.graphs.rewrite import rewrite
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import as_asked, events_in
-from polyamp.diagnosis.profile import Timed, Trace, union
+from polyamp.diagnosis.profile import WARM_UP, Timed, Trace, union
 from polyamp.policies import Policy
-
-WARM_UP = 3
 
 
 def time_step(

@@ -22,11 +22,9 @@ from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.operations import canonical
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.tracking import ModuleHooks, Tracker
-from polyamp.diagnosis.profile import Timed, Trace, union
+from polyamp.diagnosis.profile import WARM_UP, Timed, Trace, union
 from polyamp.operations import OPERATIONS
 from polyamp.policies import Policy
-
-WARM_UP = 3
 
 _STEP, _MODULE, _UPDATE, _COMPILED = "polyamp: step", "module: ", "Optimizer.", "Torch-Compiled Region"
 _FORMATS = {"float": "float32", "double": "float64", "c10::Half": "float16", "c10::BFloat16": "bfloat16"}

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["16-bit products", "other compute", "casts", "memory-bound", "optimizer", "host"]
 
+WARM_UP = 3
+"""Runs of a step before its time is taken: the first ones compile, and make the optimizer's state."""
+
 LISTED, LONGEST = 12, 30
 """Rows of the printed table, and characters of an operation's name."""
 
@@ -152,7 +155,7 @@ class Profile(Report):
         shares["host"] = max(1.0 - sum(shares.values()), 0.0)
         return shares
 
-    @property
+    @cached_property
     def _part(self) -> float:
         """Return the share of a step per second of an operation. Operations that ran side by side share their time."""
         total = sum(one.seconds for one in self.trace.operations)

@@ -60,7 +60,7 @@ def test_a_profile_has_the_kernels_of_each_kind_and_what_waits_for_the_gpu(tmp_p
 
     def step() -> float:
         train_step(model, opt)
-        return float(model.weight.sum())
+        return float(model.weight.detach().sum())
 
     report = polyamp.profile(step, runs=2, folder=tmp_path)
     assert sum(report.shares.values()) == pytest.approx(1)

@@ -98,12 +98,15 @@ class Meter(OnFakes):  # type: ignore[no-untyped-call]
         if op is not _CUDNN_BACKWARD:
             out = op(*args, **kwargs)
             return _with_reserve(out, op, args) if op in _RECURRENT else out
-        data, weights, layer, hidden, cells = *args[:3], *args[4:6]
+        data, weights, hidden, cells, mode, width, layers, is_bidirectional = (
+            args[place] for place in (0, 1, 4, 5, 10, 11, 13, 17)
+        )
         grads = (
             *pytree.tree_map_only(Tensor, torch.empty_like, (data, hidden, cells)),
             [*map(torch.empty_like, weights)],
         )
-        gates = sum(weight.shape[0] for weight in weights[::layer])  # of all layers; their gradients are its workspace
+        # The gradients of the gates of all layers are its workspace. Weights that autocast flattened have no shape.
+        gates = _GATES.get(mode, 1) * width * layers * (1 + is_bidirectional)
         self._add([*tensors([grads]), data.new_empty(gates, data.numel() // data.shape[-1])])
         return grads
 
@@ -131,6 +134,7 @@ def _free(weak: weakref.ref[Meter], memory: int) -> None:
 
 _RECURRENT = {torch.ops.aten._cudnn_rnn.default, torch.ops.aten.mkldnn_rnn_layer.default}
 _CUDNN_BACKWARD = torch.ops.aten._cudnn_rnn_backward.default
+_GATES = {2: 4, 3: 3}  # by cuDNN's number of the layer: LSTM and GRU
 
 
 def _with_reserve(out: Any, op: Any, args: Sequence[Any]) -> Any:

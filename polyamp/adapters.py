@@ -108,7 +108,7 @@ class Adapter(Protocol):
     def trial(self, operation: str, arrays: tuple[Any, ...], format_name: str, device: str) -> tuple[Any, Any]:
         """Run an operation of `polyamp.selftest` on NumPy arrays, in one format on one device.
 
-        Return its result as a NumPy array in float64, and a function that runs it as often as told and then waits.
+        Return its result as a NumPy array, and a function that runs it as often as told and then waits.
         ``device`` is the first word of a device's name in `describe`.
         """
 

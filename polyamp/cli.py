@@ -24,7 +24,7 @@ from rich.table import Table
 import polyamp
 from polyamp.diagnosis.equivalence import FIRST_LOOK
 from polyamp.diagnosis.probe import sixteen_bit
-from polyamp.doctor import examine, examine_and_test, is_wrong, rows_of, rows_of_test
+from polyamp.doctor import examine, is_wrong, rows_of, rows_of_test
 from polyamp.errors import InvalidValueError, MissingFrameworkError, PolyampError
 from polyamp.policies import is_automatic
 from polyamp.report import Report, figure_for, unwritable, write_json
@@ -78,11 +78,8 @@ def doctor(
 
     With --test, exit code 1: something is wrong in a format, or a framework ended or hung.
     """
-    if test or again:
-        with Console(stderr=True).status("testing") as line:
-            found = examine_and_test(framework, line.update, again=again)
-    else:
-        found = examine(framework)
+    with Console(stderr=True).status("loading") if test or again else nullcontext() as line:
+        found = examine(framework, line.update if line else None, again=again)
     if as_json:
         print(json.dumps(found, indent=2))
     else:

@@ -18,66 +18,51 @@ from polyamp import adapters, selftest
 from polyamp.errors import MissingFrameworkError, UnsupportedError
 
 _SLOW = ("keras", "tensorflow")  # importing them can take ten seconds
-_PATIENCE = 2.0  # seconds for which doctor waits for these
-_WITHOUT_DEVICES = ("keras",)  # a test does not wait for it: it runs on another framework
-_LIMIT = 120.0  # seconds without a word after which a framework that is tested hangs
+_WITHOUT_DEVICES = ("keras",)  # it runs on another framework
+_PATIENCE = 2.0  # seconds for which doctor waits for these, unless it is asked for them
+_LIMIT = 120.0  # seconds without a word after which a framework hangs
 
 
-def examine(asked: list[str] | None = None) -> dict[str, Any]:
-    """Let adapters describe their frameworks, side by side in processes of their own: all, or those asked for."""
-    names, problem = _named(asked)
-    end = time.monotonic() + _PATIENCE
-    answers = {name: _ask(name)[0] for name in names}
-    for name in sorted(names, key=_SLOW.__contains__):
-        can_wait = bool(asked) or name not in _SLOW
-        answers[name].poll(None if can_wait else max(0.0, end - time.monotonic()))
-    return _found(problem, {name: _answer(name, pipe) for name, pipe in answers.items()})
+def examine(
+    asked: list[str] | None = None, report: Callable[[str], object] | None = None, *, again: bool = False
+) -> dict[str, Any]:
+    """Let adapters describe their frameworks, side by side in processes of their own: all, or those asked for.
 
-
-def examine_and_test(asked: list[str] | None, report: Callable[[str], None], *, again: bool) -> dict[str, Any]:
-    """Examine frameworks one after the other, and test the devices of each."""
-    names, problem = _named(asked)
-    frameworks, tests = {}, {}
-    for name in names:
-        report(f"{name}: loading")
-        pipe, process = _ask(name, test_again=again)
-        pipe.poll(_LIMIT if asked or name not in _WITHOUT_DEVICES else _PATIENCE)
-        frameworks[name] = _answer(name, pipe)
-        if frameworks[name].get("devices"):
-            tests[name] = _tested(name, pipe, process, report)
-        process.kill()
-    return {**_found(problem, frameworks), "selftest": tests}
-
-
-def _named(asked: list[str] | None) -> tuple[list[str], str | None]:
-    """Return the frameworks that are asked for, or all; and why there are none to ask."""
+    With ``report``, which is called with what comes next, each then tests its devices, one after the other since their
+    speed is measured; with ``again`` although a result is kept.
+    """
     try:
-        return [adapters.entry_named(name).name for name in asked or ()] or adapters.names(), None
+        names, problem = [adapters.entry_named(name).name for name in asked or ()] or adapters.names(), None
     except UnsupportedError as error:
-        return asked or [], str(error)
-
-
-def _found(problem: str | None, frameworks: dict[str, Any]) -> dict[str, Any]:
-    return {
+        names, problem = asked or [], str(error)
+    slow = () if asked else _WITHOUT_DEVICES if report else _SLOW
+    end, started = time.monotonic(), {name: _start(name, is_slow=name in slow) for name in names}
+    for name in sorted(names, key=slow.__contains__):
+        limit = _PATIENCE if name in slow else _LIMIT
+        started[name][1].poll(max(0.0, end + limit - time.monotonic()))
+    found: dict[str, Any] = {
         "polyamp": polyamp.__version__,
         "python": platform.python_version(),
         "system": f"{platform.platform()}, {os.cpu_count()} cores",
         "problem": problem,
-        "frameworks": frameworks,
+        "frameworks": {name: _description(name, pipe) for name, (_, pipe) in started.items()},
     }
+    for name, framework in found["frameworks"].items():
+        if not (report and framework.get("devices")):
+            started.pop(name)[0].kill()
+    if report:
+        found["selftest"] = {name: _tested(name, *process, again, report) for name, process in started.items()}
+    return found
 
 
-def _ask(name: str, *, test_again: bool | None = None) -> tuple[Connection, BaseProcess]:
-    """Start a process that sends the description of a framework, and then a test; it ends with this one at the latest.
-
-    ``test_again`` is whether a test that is kept is made again; with None nothing is tested.
-    """
+def _start(name: str, *, is_slow: bool) -> tuple[BaseProcess, Connection]:
+    """Start a process that sends the description of a framework, and its test when told to."""
     context = multiprocessing.get_context("fork")  # starts at once, and knows what is loaded
-    receives, sends = context.Pipe(duplex=False)
-    process = context.Process(target=_examine, args=(name, sends, test_again), daemon=True)
+    here, there = context.Pipe()
+    process = context.Process(target=_serve, args=(name, there, is_slow), daemon=True)
     process.start()
-    sends.close()
-    return receives, process
+    there.close()
+    return process, here
 
 
 def why_broken(name: str, error: Exception) -> str:
@@ -87,8 +72,8 @@ def why_broken(name: str, error: Exception) -> str:
     return f"{name} does not load: {type(error).__name__}: {error}. Try python -c 'import {name}'; install it again"
 
 
-def _examine(name: str, sends: Connection, test_again: bool | None) -> None:
-    os.nice(19 if name in _SLOW and test_again is None else 0)  # the others come first
+def _serve(name: str, pipe: Connection, is_slow: bool) -> None:
+    os.nice(19 if is_slow else 0)  # the others come first
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)  # for what frameworks log, C++ code included
@@ -96,30 +81,48 @@ def _examine(name: str, sends: Connection, test_again: bool | None) -> None:
         found = {"installed": True, **adapters.adapter_named(name).describe()}
     except Exception as error:
         found = {"installed": False, "why": why_broken(name, error)}
-    sends.send(json.dumps(found))  # a version may be an object of the framework's
-    if test_again is not None and found["installed"]:
-        try:
-            test = selftest.result_of(adapters.adapter_named(name), sends.send, again=test_again)
-        except Exception as error:
-            test = {"problem": f"{type(error).__name__}: {error}"}
-        sends.send(test)
+    pipe.send(json.dumps(found))  # a version may be an object of the framework's
+    again = pipe.recv()
+    try:
+        test = selftest.result_of(adapters.adapter_named(name), pipe.send, again=again)
+    except Exception as error:
+        test = {"problem": f"{type(error).__name__}: {error}"}
+    pipe.send(test)
 
 
-def _tested(name: str, pipe: Connection, process: BaseProcess, report: Callable[[str], None]) -> dict[str, Any]:
+def _description(name: str, pipe: Connection) -> dict[str, Any]:
+    try:
+        if pipe.poll():
+            description: dict[str, Any] = json.loads(pipe.recv())
+            return description
+    except EOFError:
+        return {"installed": False, "why": why_broken(name, SystemError("the process ended"))}
+    found = [one for package in (name, f"{name}-cpu") for one in metadata.distributions(name=package)]
+    notes = [f"not asked for devices, since it takes long to load: polyamp doctor {name} waits for it"]
+    return {"installed": True, "version": found[0].version if found else "", "devices": [], "notes": notes}
+
+
+def _tested(
+    name: str, process: BaseProcess, pipe: Connection, again: bool, report: Callable[[str], object]
+) -> dict[str, Any]:
     """Return the test that a process sends after it reported each part; or how far it came."""
+    test: dict[str, Any] = {"devices": {}, "notes": [], "kept": None, "problem": None}
     doing = "its start"
+    pipe.send(again)
     try:
         while pipe.poll(_LIMIT):
             answer = pipe.recv()
             if not isinstance(answer, str):
-                return {"devices": {}, "notes": [], "kept": None, "problem": None, **answer}
+                return {**test, **answer}
             doing = answer
             report(f"{name}: {doing}")
         how = f"there was no answer for {_LIMIT:.0f} seconds"
     except EOFError:
         process.join()
         how = f"the process ended with exit code {process.exitcode}"
-    return {"devices": {}, "notes": [], "kept": None, "problem": f"{how}, in {doing}"}
+    finally:
+        process.kill()
+    return {**test, "problem": f"{how}, in {doing}"}
 
 
 def is_wrong(found: dict[str, Any]) -> bool:
@@ -127,18 +130,6 @@ def is_wrong(found: dict[str, Any]) -> bool:
     tests = found.get("selftest", {}).values()
     findings = [one for test in tests for device in test["devices"].values() for one in device]
     return any(test["problem"] for test in tests) or any(one["verdict"] == "wrong" for one in findings)
-
-
-def _answer(name: str, receives: Connection) -> dict[str, Any]:
-    try:
-        if receives.poll():
-            answer: dict[str, Any] = json.loads(receives.recv())
-            return answer
-    except EOFError:
-        return {"installed": False, "why": why_broken(name, SystemError("the process ended"))}
-    found = [one for package in (name, f"{name}-cpu") for one in metadata.distributions(name=package)]
-    notes = [f"not asked for devices, since it takes long to load: polyamp doctor {name} waits for it"]
-    return {"installed": True, "version": found[0].version if found else "", "devices": [], "notes": notes}
 
 
 def rows_of(name: str, framework: dict[str, Any]) -> list[list[str]]:

@@ -15,8 +15,8 @@ def _layer_norm(values: tf.Tensor) -> tf.Tensor:
 
 
 def _attention(query: tf.Tensor, key: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    scores = tf.matmul(query, key, transpose_b=True) / query.shape[-1] ** 0.5
-    return tf.matmul(tf.nn.softmax(scores), value)
+    scores = tf.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
+    return tf.einsum("hqk,khd->qhd", tf.nn.softmax(scores), value)
 
 
 _OPERATIONS: dict[str, Callable[..., tf.Tensor]] = {
@@ -31,19 +31,16 @@ _OPERATIONS: dict[str, Callable[..., tf.Tensor]] = {
 
 def trial(
     operation: str, arrays: tuple[np.ndarray[Any, Any], ...], format_name: str, device: str
-) -> tuple[np.ndarray[Any, Any], Callable[[int], None]]:
+) -> tuple[np.ndarray[Any, Any], Callable[[int], object]]:
     """Run an operation; return its result, and a function that runs it so many times and waits for the device."""
     function = _OPERATIONS[operation]
     with tf.device(device):
         inputs = [tf.cast(array, format_name) for array in arrays]
 
-    def run() -> tf.Tensor:
+    def run(times: int) -> list[tf.Tensor]:
         with tf.device(device):
-            return function(*inputs)
-
-    def run_and_wait(times: int) -> None:
-        for _ in range(times):
-            run()
+            results = [function(*inputs) for _ in range(times)]
         tf.test.experimental.sync_devices()
+        return results
 
-    return run().numpy().astype(np.float64), run_and_wait
+    return run(1)[0].numpy(), run

@@ -18,8 +18,8 @@ def _conv(images: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    query, key, value = (one.unsqueeze(1) for one in (query, key, value))  # fused kernels want four dimensions
-    return functional.scaled_dot_product_attention(query, key, value).squeeze(1)
+    query, key, value = (one.transpose(0, 1)[None] for one in (query, key, value))  # fused kernels want 4 dimensions
+    return functional.scaled_dot_product_attention(query, key, value)[0].transpose(0, 1)
 
 
 _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -32,21 +32,19 @@ _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-@torch.no_grad()
 def trial(
     operation: str, arrays: tuple[np.ndarray[Any, Any], ...], format_name: str, device: str
-) -> tuple[np.ndarray[Any, Any], Callable[[int], None]]:
+) -> tuple[np.ndarray[Any, Any], Callable[[int], object]]:
     """Run an operation; return its result, and a function that runs it so many times and waits for the device."""
     function = _OPERATIONS[operation]
     tensors = [torch.from_numpy(array).to(device, DTYPES[format_name]) for array in arrays]
     if operation == "conv":  # a kernel's layout is chosen once, as a module's weight is
         tensors[1] = tensors[1].permute(3, 2, 0, 1).contiguous(memory_format=torch.channels_last).permute(2, 3, 1, 0)
 
-    @torch.no_grad()
     def run(times: int) -> None:
         for _ in range(times):
             function(*tensors)
         if device.startswith("cuda"):
             torch.cuda.synchronize(device)
 
-    return function(*tensors).double().cpu().numpy(), run
+    return function(*tensors).float().cpu().numpy(), run

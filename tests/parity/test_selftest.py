@@ -27,7 +27,7 @@ def device_of(name: str) -> tuple[Any, str]:
 @pytest.mark.parametrize("format_name", selftest.TESTED)
 @pytest.mark.parametrize("operation", selftest.OPERATIONS)
 def test_nothing_is_wrong_on_this_cpu(name: str, operation: str, format_name: str) -> None:
-    found = selftest.check(*device_of(name), operation, format_name)
+    found, _ = selftest.check(*device_of(name), operation, format_name, 64)
     refused = (name, operation, format_name) == ("jax", "attention", "float16")  # XLA has no such product on CPUs
     assert (found["verdict"], not found["why"]) == ("not supported" if refused else "right", not refused)
 
@@ -45,7 +45,7 @@ def test_what_is_wrong_is_named(
     name: str, operation: str, format_name: str, worse: Callable[..., Any], says: str
 ) -> None:
     trial, device = device_of(name)
-    found = selftest.check(Broken(trial, operation, format_name, worse), device, operation, format_name)
+    found, _ = selftest.check(Broken(trial, operation, format_name, worse), device, operation, format_name, 64)
     assert (found["verdict"], found["why"].startswith(says)) == ("wrong", True)
 
 
@@ -77,11 +77,11 @@ def test_the_automatic_policy_is_what_the_kept_test_found(
     selftest.result_of(adapter, lambda text: None, again=True)
     (file,) = tmp_path.iterdir()
     saved = json.loads(file.read_text())
-    for one in (each for findings in saved["found"]["devices"].values() for each in findings):
+    for one in (each for findings in saved["devices"].values() for each in findings):
         one["speed"] = {"aligned": {"float16": 3.0, "bfloat16": 2.0}.get(one["format"], 1.0), "unaligned": 1.0}
     file.write_text(json.dumps(saved))
     assert choose([adapter])[0] == "mixed_float16"
-    for one in (each for findings in saved["found"]["devices"].values() for each in findings):
+    for one in (each for findings in saved["devices"].values() for each in findings):
         one["verdict"] = "wrong" if (one["operation"], one["format"]) == ("conv", "float16") else "right"
     file.write_text(json.dumps(saved))
     assert choose([adapter])[0] == "mixed_bfloat16"

@@ -42,10 +42,9 @@ from polyamp.trees import named_in, walk
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
-    from pathlib import Path
 
     from polyamp.diagnosis.lint import Facts
-    from polyamp.diagnosis.profile import Trace
+    from polyamp.diagnosis.profile import Profiler
     from polyamp.diagnosis.recording import Recording
     from polyamp.plan import Plan
     from polyamp.policies import Policy
@@ -179,19 +178,10 @@ class Adapter(Protocol):
         """
 
     # For a framework that has a profiler.
-    def time_step(
-        self,
-        step: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        policy: Policy | None,
-        *,
-        runs: int,
-        folder: Path,
-    ) -> Trace:
-        """Run ``step`` as in a training loop, then so many times under the profiler, which writes into ``folder``.
+    def profiler(self, step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy | None) -> Profiler:
+        """Run ``step`` once or twice, and return how it is profiled. What it changes stays changed.
 
-        What the step changes stays changed. ``policy`` None runs it as it is.
+        ``policy`` None runs it as it is.
         """
 
     # For a framework that can report facts about a step before it runs.

@@ -38,6 +38,6 @@ adapter = AdapterTable(
         "explain": planned,
         "record": "polyamp.backends.jax.recording.record:record",
         "facts": "polyamp.backends.jax.facts:facts",
-        "time_step": "polyamp.backends.jax.profiling:time_step",
+        "profiler": "polyamp.backends.jax.profiling:profiler",
     },
 )

@@ -295,8 +295,7 @@ def users_cast(equation: Any) -> str:
 _NOT_USERS = ("/jax/_src/", "/jax/numpy/", "/polyamp/backends/", "/backends/jax/")
 
 
-def compiled_programs() -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of every compiled program that is loaded, with the place of each instruction."""
+def compiled_programs() -> Iterator[Any]:
+    """Yield the HLO module of every compiled program that is loaded."""
     for executable in jax.extend.backend.get_backend().live_executables():
-        for program in executable.hlo_modules():
-            yield program.name, program.to_string()
+        yield from executable.hlo_modules()

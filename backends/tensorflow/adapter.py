@@ -34,6 +34,6 @@ adapter = AdapterTable(
         "explain": explain,
         "record": "polyamp.backends.tensorflow.recording.record:record",
         "facts": "polyamp.backends.tensorflow.facts:facts",
-        "time_step": "polyamp.backends.tensorflow.profiling:time_step",
+        "profiler": "polyamp.backends.tensorflow.profiling:profiler",
     },
 )

@@ -1,4 +1,4 @@
-"""The function `time_step`: it runs a step under TensorFlow's profiler and reads the file that the profiler writes.
+"""The function `profiler`: how a step runs under TensorFlow's profiler, and what the file of the profiler shows.
 
 In that file an event is a node of a graph, named by its scopes, its name and its type: ``head/MatMul:MatMul``. Its
 dtype is that of the graph's node. A gradient's name has the name of the node that it differentiates inside.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -18,50 +17,41 @@ from polyamp.backends.tensorflow.graphs.capture import concrete_of
 from polyamp.backends.tensorflow.graphs.rewrite import rewrite
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import as_asked, events_in
-from polyamp.diagnosis.profile import WARM_UP, Timed, Trace, union
+from polyamp.diagnosis.profile import Profiler, Timed, Trace, union
 from polyamp.policies import Policy
 
 
-def time_step(
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    policy: Policy | None,
-    *,
-    runs: int,
-    folder: Path,
-) -> Trace:
-    """Run a step under the profiler; see `polyamp.adapters.Adapter.time_step`."""
+def profiler(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy | None
+) -> Profiler:
+    """Run a step, and return how it is profiled; see `polyamp.adapters.Adapter.profiler`."""
     call = step if policy is None else rewrite(step, args, dict(kwargs), policy)
 
-    def batch(count: int) -> float:
-        start = perf_counter()
-        for _ in range(count):
-            result = call(*args, **kwargs)
-        for leaf in tf.nest.flatten(result):
-            if isinstance(leaf, tf.Tensor):
-                leaf.numpy()  # waits for it
-        return perf_counter() - start
+    def batch(runs: int) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(runs):
+                result = call(*args, **kwargs)
+            for leaf in tf.nest.flatten(result):
+                if isinstance(leaf, tf.Tensor):
+                    leaf.numpy()  # waits for it
 
-    batch(WARM_UP)
-    seconds = batch(runs)
-    tf.profiler.experimental.start(str(folder))
-    try:
-        profiled = batch(runs)
-    finally:
-        tf.profiler.experimental.stop()
-    (file,) = folder.glob("**/*.xplane.pb")
-    nodes = [node for event in events_in(file) if (node := _node(*event)) is not None]
-    traced = named = None
-    if hasattr(call, "get_concrete_function"):
-        traced = named = call.get_concrete_function(*args, **kwargs).graph
-    if hasattr(call, "plain"):  # of a rewritten function: only its own trace knows the names that its code asked for
-        named = concrete_of(call.plain, args, kwargs).graph
-    gpus, formats, updates = tf.config.list_physical_devices("GPU"), dict(_formats(traced)), _update_scopes(nodes)
-    operations = tuple(_timed(node, named, formats, updates) for node in nodes)
-    busy = union((node.start, node.end) for node in nodes) / (seconds if gpus else profiled)
-    device = tf.config.experimental.get_device_details(gpus[0])["device_name"] if gpus else "cpu"
-    return Trace("tensorflow", device, seconds, busy, operations, str(file), {})
+        return run
+
+    def read(folder: Path, runs: int) -> Trace:
+        (file,) = folder.glob("**/*.xplane.pb")
+        nodes = [node for event in events_in(file) if (node := _node(*event)) is not None]
+        traced = named = None
+        if hasattr(call, "get_concrete_function"):
+            traced = named = call.get_concrete_function(*args, **kwargs).graph
+        if hasattr(call, "plain"):  # of a rewritten function: only its own trace knows the names its code asked for
+            named = concrete_of(call.plain, args, kwargs).graph
+        gpus, formats, updates = tf.config.list_physical_devices("GPU"), dict(_formats(traced)), _update_scopes(nodes)
+        device = tf.config.experimental.get_device_details(gpus[0])["device_name"] if gpus else "cpu"
+        operations = tuple(_timed(node, named, formats, updates) for node in nodes)
+        return Trace(str(file), device, operations, union((node.start, node.end) for node in nodes), {})
+
+    batch(1)()
+    return Profiler("tensorflow", batch, lambda folder: tf.profiler.experimental.Profile(str(folder)), read)
 
 
 class _Node(NamedTuple):

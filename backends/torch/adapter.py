@@ -37,6 +37,6 @@ adapter = AdapterTable(
         "fsdp_policy": "polyamp.backends.torch.sharding:fsdp_policy",
         "record": "polyamp.backends.torch.recording.record:record",
         "facts": "polyamp.backends.torch.facts:facts",
-        "time_step": "polyamp.backends.torch.profiling:time_step",
+        "profiler": "polyamp.backends.torch.profiling:profiler",
     },
 )

@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from polyamp.adapters import find_verb
-from polyamp.diagnosis.lint import odd_sizes
+from polyamp.diagnosis.lint import ALIGNMENT, odd_sizes
 from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.errors import PolyampError, check_callable, check_count, refuses_unreadable
 from polyamp.flow import AS_WRITTEN
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["16-bit products", "other compute", "casts", "memory-bound", "optimizer", "host"]
 
-WARM_UP = 3
-"""Runs of a step before its time is taken: the first ones compile, and make the optimizer's state."""
+WARM_UP = 2
+"""Runs before the time is taken, after the first one, which compiles the step and makes the optimizer's state."""
 
 LISTED, LONGEST = 12, 30
 """Rows of the printed table, and characters of an operation's name."""
@@ -52,9 +52,9 @@ class Timed(NamedTuple):
     """The time of an operation in all runs of a step."""
 
     name: str  # canonical name (`polyamp.operations`), else the framework's
-    where: str  # scope or module path, joined by ``/``; empty if unknown. A gradient has the path of its forward pass
-    formats: tuple[str, ...]  # formats of its floating-point inputs, each once
-    seconds: float
+    where: str = ""  # scope or module path, joined by ``/``; that of the forward pass for a gradient. Empty if unknown
+    formats: tuple[str, ...] = ()  # formats of its floating-point inputs, each once
+    seconds: float = 0.0
     is_update: bool = False  # whether it is a part of the optimizer's step
 
     @property
@@ -67,18 +67,13 @@ class Timed(NamedTuple):
             return "casts"
         if self.name in ("custom_call", "call") or (operation and "kernels" in operation.sources):
             return "other compute"
-        if not _is_product(self.name):
+        if not is_product(self.name):
             return "memory-bound"
         is_low = bool(self.formats) and all(format_of(one).is_low for one in self.formats)
         return "16-bit products" if is_low else "other compute"
 
 
-def _pattern(path: str) -> str:
-    """Return a path as in a rule, the same for all layers of a stack: ``encoder/*/attention``."""
-    return re.sub(r"(?<![^/])([A-Za-z_]*)\d+(?=/)", r"\1*", path)
-
-
-def _is_product(name: str) -> bool:
+def is_product(name: str) -> bool:
     """Return whether an operation is work of Tensor Cores."""
     return name in OPERATIONS and OPERATIONS[name].op_class == "lower"
 
@@ -86,13 +81,20 @@ def _is_product(name: str) -> bool:
 class Trace(NamedTuple):
     """What a framework's profiler saw of some runs of a step."""
 
-    framework: str  # the adapter's name
-    device: str  # its name
-    seconds: float  # of all runs, without the profiler
-    busy: float  # the share of the time in which the device computed
-    operations: tuple[Timed, ...]
     file: str  # the profiler's own file
+    device: str  # its name
+    operations: tuple[Timed, ...]
+    busy: float  # seconds in which the device computed
     waits: Mapping[str, float]  # seconds that the host waited for the device, by the operation that waited
+
+
+class Profiler(NamedTuple):
+    """How an adapter profiles a step, which has run once."""
+
+    framework: str  # the adapter's name
+    batch: Callable[[int], Callable[[], object]]  # returns a function that makes so many runs, and waits for them
+    tracing: Callable[[Path], AbstractContextManager[object]]  # writes the profiler's file into a folder
+    read: Callable[[Path, int], Trace]  # reads it, of so many runs
 
 
 def union(spans: Iterable[tuple[float, float]]) -> float:
@@ -113,6 +115,7 @@ class Work(NamedTuple):
     where: str
     times: float  # in one step
     share: float  # of a step
+    seconds: float  # of one step
     why: str  # the plan's reason
 
     @property
@@ -129,96 +132,24 @@ class Profile(Report):
 
     RIGHT = (0, 1, 5)
 
+    framework: str
     policy: str  # the policy's text
+    device: str
     runs: int  # how often the step ran under the profiler
-    trace: Trace
-    plan: Plan | None = None  # None if the step cannot be planned
-    unplanned: str = ""  # why not
-    odd: Mapping[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)  # sizes that are not multiples of 8
-
-    @property
-    def file(self) -> str:
-        """Return the file of the framework's profiler."""
-        return self.trace.file
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of one step, without the profiler."""
-        return self.trace.seconds / self.runs
-
-    @cached_property
-    def shares(self) -> dict[Kind, float]:
-        """Return the share of a step by kind of work; the sum is 1. ``host`` is when the device does not compute."""
-        shares: dict[Kind, float] = dict.fromkeys(get_args(Kind), 0.0)
-        for one in self.trace.operations:
-            shares[one.kind] += one.seconds * self._part
-        shares["host"] = max(1.0 - sum(shares.values()), 0.0)
-        return shares
-
-    @cached_property
-    def _part(self) -> float:
-        """Return the share of a step per second of an operation. Operations that ran side by side share their time."""
-        total = sum(one.seconds for one in self.trace.operations)
-        return min(self.trace.busy, 1.0) / total if total else 0.0
-
-    @cached_property
-    def work(self) -> tuple[Work, ...]:
-        """Return the operations by kind, name, format and place, those that take longest first."""
-        groups: dict[tuple[Kind, str, str, str], list[float]] = {}
-        for one in self.trace.operations:
-            formats = "" if one.kind == "casts" else ", ".join(one.formats)
-            key = (one.kind, one.name, formats, _pattern(one.where))
-            if one.is_update:
-                key = (one.kind, "update", "", "")
-            groups.setdefault(key, []).append(one.seconds)
-        found = (
-            Work(*key, len(each) / self.runs, sum(each) * self._part, self._why(*key)) for key, each in groups.items()
-        )
-        return tuple(sorted(found, key=lambda one: -one.share))
-
-    def _why(self, kind: Kind, name: str, formats: str, where: str) -> str:
-        here = self._planned.get(where, ())
-        if kind == "casts":
-            borders = (
-                f"{op.name} in {op.format}" for op in here if op.casts and op.op_class not in ("neutral", "keep")
-            )
-            return next(borders, "")
-        same = [op for op in here if op.name == name or (_is_product(name) and _is_product(op.name))]
-        if not same or kind == "optimizer":
-            return ""
-        ran = [op for op in same if op.format in (*formats.split(", "), AS_WRITTEN) and op.name == name]
-        return ran[0].reason if ran else f"{_PLANNED} {same[0].format}"
-
-    @cached_property
-    def _planned(self) -> dict[str, list[PlannedOperation]]:
-        """Return the plan's operations by path: the first word of their place, unless it is a source line."""
-        found: dict[str, list[PlannedOperation]] = {}
-        for op in self.plan.operations if self.plan else ():
-            path = op.where.partition(" ")[0]
-            if op.native[:1].isupper():  # a node of TensorFlow, whose place ends with its name
-                path = path.rpartition("/")[0]
-            path = "" if ":" in path else path
-            for known in {path, path.replace(".", "/")}:  # PyTorch's recorded plans join paths by dots
-                found.setdefault(_pattern(known), []).append(op)
-        return found
+    seconds: float  # of one step, without the profiler
+    file: str  # of the framework's profiler
+    shares: dict[Kind, float]  # of a step; the sum is 1. ``host`` is when the device does not compute
+    work: tuple[Work, ...]  # those that take longest first
+    waits: dict[str, float]  # seconds that the host waits for the device in a step, by the operation that waits
+    unaligned: dict[tuple[str, str], tuple[int, ...]]  # sizes that are not multiples of 8, by product and path
+    plan: Plan | None  # None if the step cannot be planned
+    unplanned: str  # why not
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON values."""
-        return {
-            "framework": self.trace.framework,
-            "policy": self.policy,
-            "device": self.trace.device,
-            "runs": self.runs,
-            "seconds": self.seconds,
-            "file": self.file,
-            "shares": dict(self.shares),
-            "work": [{**one._asdict(), "seconds": one.share * self.seconds} for one in self.work],
-            "waits": {place: seconds / self.runs for place, seconds in self.trace.waits.items()},
-            "unaligned": [
-                {"name": name, "where": where, "sizes": list(sizes)} for (name, where), sizes in self.odd.items()
-            ],
-            "plan": self.plan and self.plan.as_dict(),
-        }
+        unaligned = [{"name": name, "where": where, "sizes": sizes} for (name, where), sizes in self.unaligned.items()]
+        work, plan = [one._asdict() for one in self.work], self.plan and self.plan.as_dict()
+        return {**vars(self), "work": work, "unaligned": unaligned, "plan": plan}
 
     @refuses_unreadable
     def plot(self, path: str | PathLike[str]) -> None:
@@ -230,7 +161,7 @@ class Profile(Report):
     @property
     def _host(self) -> str:
         """Return what the time without operations is."""
-        return "between operations" if self.trace.device == "cpu" else "waiting for the host"
+        return "between operations" if self.device == "cpu" else "waiting for the host"
 
     def heading(self) -> str:
         """Return how long a step takes, where the profiler's file is, and the share of each kind of work."""
@@ -239,72 +170,58 @@ class Profile(Report):
             for kind, part in self.shares.items()
         ]
         return (
-            f"{self.trace.framework} on {self.trace.device}, {self.policy}: {1000 * self.seconds:.2f} ms a step, "
+            f"{self.framework} on {self.device}, {self.policy}: {1000 * self.seconds:.2f} ms a step, "
             f"over {plural(self.runs, 'run')}\ntrace: {self.file}\n\n{aligned(kinds, right=(0, 1))}"
         )
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the work that takes longest."""
-        header = ("share", "ms", "kind", "operation", "format", "count", "where", "plan")
-        return [header, *map(self._row, self.work[:LISTED])]
-
-    def _row(self, one: Work) -> tuple[str, ...]:
-        seconds, count = f"{1000 * one.share * self.seconds:.2f}", f"{one.times:.4g}"
-        name = one.name if len(one.name) <= LONGEST else f"{one.name[: LONGEST - 1]}…"  # of a compiled kernel
-        return (share(one.share), seconds, one.kind, name, one.format, count, one.where, one.why)
+        rows: list[tuple[str, ...]] = [("share", "ms", "kind", "operation", "format", "count", "where", "plan")]
+        for one in self.work[:LISTED]:
+            name = one.name if len(one.name) <= LONGEST else f"{one.name[: LONGEST - 1]}…"  # of a compiled kernel
+            milliseconds, times = f"{1000 * one.seconds:.2f}", f"{one.times:.4g}"
+            rows.append((share(one.share), milliseconds, one.kind, name, one.format, times, one.where, one.why))
+        return rows
 
     def sentences(self) -> list[str]:
         """Return what to act on, with the place and its share of the step."""
-        about = (self._about_products(), self._about_casts(), self._about_update(), self._about_host())
-        lines = [line for line in chain(*about) if line]
-        if self.unplanned:
-            lines.append(f"The step has no plan, so no reasons: {self.unplanned}")
-        return lines
-
-    def _about_products(self) -> Iterator[str]:
-        products = [one for one in self.work if _is_product(one.name)]
-        odd = [one for one in products if one.kind == "16-bit products" and (one.name, one.where) in self.odd]
-        yield _about(odd, "in products with sizes not divisible by 8; pad them", self._sizes)
-        wide = [one for one in products if one.kind == "other compute"]
-        for planned in (True, False):
-            why = "planned in 16 bits, but computed in another format here" if planned else "not in 16 bits"
-            some = [one for one in wide if one.why.startswith(_PLANNED) == planned]
-            yield _about(some, f"in products {why}", lambda one: one.format)
-
-    def _sizes(self, one: Work) -> str:
-        return ", ".join(map(str, self.odd[one.name, one.where]))
-
-    def _about_casts(self) -> Iterator[str]:
-        casts = [one for one in self.work if one.kind == "casts"]
-        yield _about(casts, "in casts, at the border of", lambda one: one.why)
-
-    def _about_update(self) -> Iterator[str]:
-        update = [one for one in self.work if one.kind == "optimizer"]
-        if self.shares["optimizer"] >= OFTEN:
-            yield _about(update, "in the optimizer", lambda one: f"{one.times:.4g} operations a step")
+        products = [one for one in self.work if is_product(one.name)]
+        odd = [
+            (one, ", ".join(map(str, self.unaligned[one.name, one.where])))
+            for one in products
+            if one.kind == "16-bit products" and (one.name, one.where) in self.unaligned
+        ]
+        wide = [
+            (one, ": ".join(filter(None, (one.format, one.why)))) for one in products if one.kind == "other compute"
+        ]
+        casts = [(one, one.why) for one in self.work if one.kind == "casts"]
+        update = [(one, f"{one.times:.4g} operations a step") for one in self.work if one.kind == "optimizer"]
+        lines = [
+            _about(odd, f"in products with sizes not divisible by {ALIGNMENT}; pad them"),
+            _about(wide, "in products not in 16 bits"),
+            _about(casts, "in casts, at the border of"),
+            _about(update, "in the optimizer", least=OFTEN),
+            *self._about_host(),
+            self.unplanned and f"The step has no plan, so no reasons: {self.unplanned}",
+        ]
+        return [line for line in lines if line]
 
     def _about_host(self) -> Iterator[str]:
         idle = self.shares["host"]
-        if idle < OFTEN:
-            return
-        if self.trace.device == "cpu":
+        if idle >= OFTEN and self.device == "cpu":
             yield f"{share(idle)} is between operations, in Python and the framework: larger batches have less of it."
-            return
-        yield f"The device waits for the host, {share(idle)} of the step."
-        for place, seconds in sorted(self.trace.waits.items(), key=lambda item: -item[1])[:3]:
-            yield f"{place} makes the host wait for the device, {1000 * seconds / self.runs:.2f} ms a step."
+        elif idle >= OFTEN:
+            yield f"The device waits for the host, {share(idle)} of the step."
+            for place, seconds in sorted(self.waits.items(), key=lambda item: -item[1])[:3]:
+                yield f"{place} makes the host wait for the device, {1000 * seconds:.2f} ms a step."
 
 
-_PLANNED = "planned in"
-
-
-def _about(works: Sequence[Work], what: str, detail: Callable[[Work], str]) -> str:
-    """Return a sentence about some work, with the places that take longest; empty if its share is not notable."""
-    total = sum(one.share for one in works)
-    if total < NOTABLE:
+def _about(works: Sequence[tuple[Work, str]], what: str, least: float = NOTABLE) -> str:
+    """Return a sentence about some work, each with a word about it; empty if its share of a step is less."""
+    total = sum(one.share for one, _ in works)
+    if total < least:
         return ""
-    told = ((one.place, detail(one)) for one in works[:3])
-    places = ", ".join(f"{place} ({words})" if words else place for place, words in told)
+    places = ", ".join(f"{one.place} ({words})" if words else one.place for one, words in works[:3])
     return f"{share(total)} {what}: {places}{f' and {len(works) - 3} more' if len(works) > 3 else ''}."
 
 
@@ -322,8 +239,9 @@ def profile(
     """Report where the time of a step goes: 16-bit products, casts, memory-bound work, the optimizer, the host.
 
     The step runs under its framework's own profiler, whose file is kept: Perfetto and TensorBoard open it. It runs
-    ``2 * runs + 3`` times as in a training loop, three times to warm up and ``runs`` times without the profiler, and
-    what it changes stays changed: a training step trains its model. In JAX, nothing is changed.
+    ``2 * runs + 3`` times as in a training loop (in PyTorch once more): a few times to warm up, ``runs`` times without
+    the profiler, and ``runs`` times with it. What it changes stays changed: a training step trains its model. In JAX,
+    nothing is changed.
 
     >>> import tempfile, jax.numpy as jnp
     >>> x = jnp.ones((64, 64))
@@ -354,32 +272,112 @@ def profile(
     check_count("runs", runs, where="profile(runs=)")
     chosen = None if policy is None else make_policy(policy)
     call = (step, args, kwargs)
-    timed = find_verb("time_step", backend, call, where="the step and its arguments")
-    made, is_rewritten = _new_folder(folder), chosen is None and hasattr(type(step), "plan")
-    odd, plan, unplanned = {}, None, ""
-    try:  # before the step runs: JAX may delete its arguments
-        with nullcontext() if chosen is None else chosen:
-            plan = None if is_rewritten else _plan_of(step, args, kwargs, chosen, backend)
-            plain = getattr(step, "plain", step)  # of a rewritten function
-            facts = find_verb("facts", backend, call, where="profile(step)")(
-                plain, args, kwargs, sixteen_bit(chosen), None
-            )
-            products = ((one, odd_sizes(one.sizes)) for one in facts.products)
-            odd = {(one.name, _pattern(one.where)): sizes for one, sizes in products if sizes}
-    except PolyampError as error:
-        unplanned = str(error).partition("\n")[0]
-    trace: Trace = timed(*call, chosen, runs=runs, folder=made)
-    plan = step.plan if is_rewritten else plan
-    return Profile(str(chosen or "its own policy"), runs, trace, plan, unplanned, odd)
+    profiler = find_verb("profiler", backend, call, where="the step and its arguments")
+    made = _new_folder(folder)
+    with nullcontext() if chosen is None else chosen:
+        profiled: Profiler = profiler(*call, chosen)
+        profiled.batch(WARM_UP)()
+        seconds, batch = _seconds(profiled.batch(runs)), profiled.batch(runs)
+        with profiled.tracing(made):
+            slower = _seconds(batch)
+        trace = profiled.read(made, runs)
+        unaligned, plan, unplanned = _plan_of(step, args, kwargs, chosen, backend)
+    busy = trace.busy / (slower if trace.device == "cpu" else seconds)
+    work = add_up(trace.operations, runs, seconds / runs, min(busy, 1.0), plan)
+    waits = {place: waited / runs for place, waited in trace.waits.items()}
+    name, device = profiled.framework, trace.device
+    return Profile(
+        name,
+        str(chosen or "its own policy"),
+        device,
+        runs,
+        seconds / runs,
+        trace.file,
+        shares_of(work),
+        work,
+        waits,
+        unaligned,
+        plan,
+        unplanned,
+    )
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def add_up(operations: Iterable[Timed], runs: int, seconds: float, busy: float, plan: Plan | None) -> tuple[Work, ...]:
+    """Return the operations of some runs by kind, name, format and place. They share the busy part of a step."""
+    groups = defaultdict[tuple[Kind, str, str, str], list[float]](list)
+    for one in operations:
+        formats = "" if one.kind == "casts" else ", ".join(one.formats)
+        key = (one.kind, one.name, formats, _pattern(one.where))
+        groups[(one.kind, "update", "", "") if one.is_update else key].append(one.seconds)
+    total, planned, found = math.fsum(chain(*groups.values())), _by_place(plan), list[Work]()
+    for (kind, name, formats, where), each in groups.items():
+        part = busy * math.fsum(each) / total if total else 0.0
+        why = _why(kind, name, formats, planned.get(where, []))
+        found.append(Work(kind, name, formats, where, len(each) / runs, part, part * seconds, why))
+    return tuple(sorted(found, key=lambda one: (-one.share, one)))
+
+
+def shares_of(work: Iterable[Work]) -> dict[Kind, float]:
+    """Return the share of a step by kind of work; the sum is 1. What is left is the host's."""
+    shares: dict[Kind, float] = dict.fromkeys(get_args(Kind), 0.0)
+    for one in work:
+        shares[one.kind] += one.share
+    return {**shares, "host": max(1.0 - sum(shares.values()), 0.0)}
+
+
+def _pattern(path: str) -> str:
+    """Return a path as in a rule, the same for all layers of a stack: ``encoder/*/attention``."""
+    return re.sub(r"(?<![^/])([A-Za-z_]*)\d+(?=/)", r"\1*", path)
+
+
+def _by_place(plan: Plan | None) -> dict[str, list[PlannedOperation]]:
+    """Return the plan's operations by path: the first word of their place, unless it is a source line."""
+    found = defaultdict[str, list[PlannedOperation]](list)
+    for op in plan.operations if plan else ():
+        path = op.where.partition(" ")[0]
+        if op.native[:1].isupper():  # a node of TensorFlow, whose place ends with its name
+            path = path.rpartition("/")[0]
+        path = "" if ":" in path else path
+        for known in {path, path.replace(".", "/")}:  # PyTorch's recorded plans join paths by dots
+            found[_pattern(known)].append(op)
+    return found
+
+
+def _why(kind: Kind, name: str, formats: str, here: Sequence[PlannedOperation]) -> str:
+    """Return the reason in the plan for some work, from the operations at its place."""
+    if kind == "casts":
+        borders = (op for op in here if op.casts and op.op_class not in ("neutral", "keep"))
+        return next((f"{op.name} in {op.format}" for op in borders), "")
+    same = [op for op in here if op.name == name or (is_product(name) and is_product(op.name))]
+    ran = [op.reason for op in same if op.name == name and op.format in (*formats.split(", "), AS_WRITTEN)]
+    return next(iter(ran), f"planned in {same[0].format}" if same else "")
 
 
 def _plan_of(
     step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy | None, backend: str | None
-) -> Plan:
-    """Return the plan of a step as it runs: under ambient autocast, if the framework has that."""
-    explains = find_verb("explain", backend, (step, args, kwargs), where="profile(step)")
-    engine = "autocast" if "engine" in signature(explains).parameters else None
-    return explain(step, *args, policy=policy, backend=backend, engine=engine, **kwargs)
+) -> tuple[dict[tuple[str, str], tuple[int, ...]], Plan | None, str]:
+    """Return the odd sizes of a step's products and its plan as it runs: under ambient autocast, if there is such."""
+    call, plan, odd = (step, args, kwargs), None, {}
+    try:
+        if policy is None and hasattr(type(step), "plan"):  # a rewritten function
+            plan = step.plan
+        else:
+            verb = find_verb("explain", backend, call, where="profile(step)")
+            engine = "autocast" if "engine" in signature(verb).parameters else None
+            plan = explain(step, *args, policy=policy, backend=backend, engine=engine, **kwargs)
+        plain, verb = getattr(step, "plain", step), find_verb("facts", backend, call, where="profile(step)")
+        for one in verb(plain, args, kwargs, sixteen_bit(policy), None).products:
+            if sizes := odd_sizes(one.sizes):
+                odd[one.name, _pattern(one.where)] = sizes
+    except PolyampError as error:
+        return odd, plan, str(error).partition("\n")[0]
+    return odd, plan, ""
 
 
 def _new_folder(parent: str | PathLike[str]) -> Path:

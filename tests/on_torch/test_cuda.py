@@ -65,7 +65,7 @@ def test_a_profile_has_the_kernels_of_each_kind_and_what_waits_for_the_gpu(tmp_p
     report = polyamp.profile(step, runs=2, folder=tmp_path)
     assert sum(report.shares.values()) == pytest.approx(1)
     assert {"16-bit products", "memory-bound", "optimizer"} <= {one.kind for one in report.work}
-    assert any("aten::item" in place for place in report.trace.waits)
+    assert any("aten::item" in place for place in report.waits)
 
 
 def test_doctor_names_the_gpu_and_its_fast_formats() -> None:

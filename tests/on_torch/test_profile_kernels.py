@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from polyamp.backends.torch.profiling import _read  # noqa: TID251
+from polyamp.backends.torch.profiling import _trace  # noqa: TID251
 
 
 def event(name: str, start: float, seconds: float, category: str = "cpu_op", thread: int = 1, **arguments: Any) -> Any:
@@ -29,11 +29,11 @@ EVENTS = [
 
 
 def test_kernels_are_the_operators_that_launched_them() -> None:
-    trace = _read(EVENTS, 100e-6, "file")
+    trace = _trace("file", EVENTS)
     assert [(one.name, one.where, one.kind) for one in trace.operations] == [
         ("matmul", "encoder", "16-bit products"),
         ("attention", "encoder", "16-bit products"),
     ]
     assert [one.seconds for one in trace.operations] == pytest.approx([40e-6, 20e-6])
-    assert trace.busy == pytest.approx(0.5)  # of 100 microseconds; the kernels ran side by side for 10
+    assert trace.busy == pytest.approx(50e-6)  # the kernels ran side by side for 10 microseconds
     assert trace.waits == pytest.approx({"aten::item": 8e-6})

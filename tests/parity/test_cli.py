@@ -134,7 +134,7 @@ def test_profile_prints_saves_and_draws(
     if framework == "keras":  # a model is not a step: its own train step is
         words = ("torch_target:scalar", "--backend", "keras")
         assert run(monkeypatch, "profile", *words) == 1
-        assert "keras adapter has no time_step" in " ".join(capsys.readouterr().err.split())
+        assert "keras adapter has no profiler" in " ".join(capsys.readouterr().err.split())
         return
     report, picture = tmp_path / "step.json", tmp_path / "step.png"
     words = ("--runs", "1", "--folder", str(tmp_path), "--json", str(report), "--plot", str(picture))

@@ -15,6 +15,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,38 +37,32 @@ def profiler(
     """Run a step, and return how to profile it; see `polyamp.adapters.Adapter.profiler`."""
     is_own = policy is None or has_own_policy(step, args, dict(kwargs))
     call = step if is_own else jax.jit(autocast(step, policy))
-    example = _copied((args, kwargs))
-    _wait(call(*example[0], **example[1]))
-    is_donated = any(leaf.is_deleted() for leaf in jax.tree.leaves(example) if isinstance(leaf, jax.Array))
     is_cpu = jax.default_backend() == "cpu"
 
-    def batch(runs: int) -> Callable[[], None]:
-        each = [_copied((args, kwargs)) if is_donated else (args, kwargs) for _ in range(runs)]
-        _wait(each)
-
-        def run() -> None:
-            for own_args, own_kwargs in each:
-                result = call(*own_args, **own_kwargs)
-                if is_cpu:  # which may run independent steps at the same time
-                    _wait(result)
-            _wait(result)
-
-        return run
+    def run(*own: Any, **named: Any) -> Any:
+        result = call(*own, **named)
+        return _wait(result) if is_cpu else result  # a CPU may run independent steps at the same time
 
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # the calls of Python functions, which cost time
-    return Profiler("jax", batch, lambda folder: jax.profiler.trace(str(folder), profiler_options=options), _read)
-
-
-def _wait(result: Any) -> None:
-    jax.block_until_ready(result)  # type: ignore[no-untyped-call]
+    example = _copied((args, kwargs))
+    _wait(call(*example[0], **example[1]))
+    found = Profiler("jax", run, _wait, partial(jax.profiler.trace, profiler_options=options), _read)
+    is_donated = any(leaf.is_deleted() for leaf in jax.tree.leaves(example) if isinstance(leaf, jax.Array))
+    return found._replace(fresh=_copied) if is_donated else found
 
 
 def _copied(tree: Any) -> Any:
     """Return a tree with copies of its arrays, which a step may donate; objects of flax NNX stay the same."""
-    return jax.tree.map(
-        lambda leaf: jnp.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf, tree, is_leaf=is_stateful
+    return _wait(
+        jax.tree.map(
+            lambda leaf: jnp.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf, tree, is_leaf=is_stateful
+        )
     )
+
+
+def _wait(result: Any) -> Any:
+    return jax.block_until_ready(result)  # type: ignore[no-untyped-call]
 
 
 # --- reading the file -------------------------------------------------------------------------------------------------

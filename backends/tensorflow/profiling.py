@@ -26,16 +26,7 @@ def profiler(
 ) -> Profiler:
     """Run a step, and return how it is profiled; see `polyamp.adapters.Adapter.profiler`."""
     call = step if policy is None else rewrite(step, args, dict(kwargs), policy)
-
-    def batch(runs: int) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(runs):
-                result = call(*args, **kwargs)
-            for leaf in tf.nest.flatten(result):
-                if isinstance(leaf, tf.Tensor):
-                    leaf.numpy()  # waits for it
-
-        return run
+    call(*args, **kwargs)
 
     def read(folder: Path, runs: int) -> Trace:
         (file,) = folder.glob("**/*.xplane.pb")
@@ -50,8 +41,13 @@ def profiler(
         operations = tuple(_timed(node, named, formats, updates) for node in nodes)
         return Trace(str(file), device, operations, union((node.start, node.end) for node in nodes), {})
 
-    batch(1)()
-    return Profiler("tensorflow", batch, lambda folder: tf.profiler.experimental.Profile(str(folder)), read)
+    return Profiler("tensorflow", call, _wait, lambda folder: tf.profiler.experimental.Profile(str(folder)), read)
+
+
+def _wait(result: Any) -> None:
+    for leaf in tf.nest.flatten(result):
+        if isinstance(leaf, tf.Tensor):
+            leaf.numpy()
 
 
 class _Node(NamedTuple):

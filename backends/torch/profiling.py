@@ -33,19 +33,13 @@ def profiler(
 ) -> Profiler:
     """Run a step, and return how it is profiled; see `polyamp.adapters.Adapter.profiler`."""
 
-    def batch(runs: int) -> Callable[[], None]:
-        def run() -> None:
-            for _ in range(runs):
-                with nullcontext() if policy is None else autocast(policy):
-                    step(*args, **kwargs)
-            if torch.accelerator.is_available():
-                torch.accelerator.synchronize()
+    def call(*own: Any, **named: Any) -> Any:
+        with nullcontext() if policy is None else autocast(policy):
+            return step(*own, **named)
 
-        return run
-
-    batch(1)()
+    call(*args, **kwargs)
     with torch.profiler.profile(acc_events=True) as second:
-        batch(1)()
+        call(*args, **kwargs)
     is_compiled = any(event.name.startswith(_COMPILED) for event in second.events())
 
     @contextmanager
@@ -54,7 +48,12 @@ def profiler(
             yield
         found.export_chrome_trace(str(folder / _FILE))
 
-    return Profiler("torch", batch, tracing, _read)
+    return Profiler("torch", call, _wait, tracing, _read)
+
+
+def _wait(result: Any) -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 @contextmanager
@@ -93,21 +92,22 @@ class _Range:
 
     def __init__(self, event: Mapping[str, Any], around: _Range | None, paths: dict[int, str]) -> None:
         arguments: Mapping[str, Any] = event.get("args", {})
+        types, number = arguments.get("Input type", ()), arguments.get("Sequence number", 0)
         self.native: str = event["name"]
         self.around = around
+        self.id = arguments.get("External id")
         self.end: float = event["ts"] + event["dur"]
         self.seconds: float = event["dur"] / 1e6  # less that of what is inside
-        self.id = arguments.get("External id")
-        name, path = _name(self.native, arguments.get("Input type", ())), around.operation.where if around else ""
+        path = around.operation.where if around else ""
         if self.native.startswith(_MODULE):
             path = self.native.removeprefix(_MODULE)
         elif arguments.get("Fwd thread id"):
-            path = paths.get(arguments.get("Sequence number", -1), path)
-        if number := arguments.get("Sequence number"):
+            path = paths.get(number, path)
+        if number:
             paths[number] = path
-        is_update = self.native.startswith(_UPDATE) or bool(around and around.operation.is_update)
-        formats = _formats(name, arguments.get("Input type", ()))
-        self.operation = Timed(name, path, formats, is_update=is_update)
+        name, is_update = _name(self.native, types), self.native.startswith(_UPDATE)
+        is_update = is_update or bool(around and around.operation.is_update)
+        self.operation = Timed(name, path, _formats(name, types), is_update=is_update)
         self.called: _Range = around.called if around and around.operation.name else self  # the user called this one
         self.only_calls = False  # whether an operation inside does its work
 

@@ -89,12 +89,22 @@ class Trace(NamedTuple):
 
 
 class Profiler(NamedTuple):
-    """How an adapter profiles a step, which has run once."""
+    """How an adapter profiles a step, which has run before."""
 
     framework: str  # the adapter's name
-    batch: Callable[[int], Callable[[], object]]  # returns a function that makes so many runs, and waits for them
+    call: Callable[..., object]  # the step under its policy
+    wait: Callable[[Any], object]  # waits for the result of a run
     tracing: Callable[[Path], AbstractContextManager[object]]  # writes the profiler's file into a folder
     read: Callable[[Path, int], Trace]  # reads it, of so many runs
+    fresh: Callable[[Any], Any] = lambda arguments: arguments  # copies what a run deletes
+
+    def seconds(self, batch: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> float:
+        """Run the step with some arguments, and return the time."""
+        start, result = time.perf_counter(), None
+        for args, kwargs in batch:
+            result = self.call(*args, **kwargs)
+        self.wait(result)
+        return time.perf_counter() - start
 
 
 def union(spans: Iterable[tuple[float, float]]) -> float:
@@ -117,6 +127,7 @@ class Work(NamedTuple):
     share: float  # of a step
     seconds: float  # of one step
     why: str  # the plan's reason
+    odd: tuple[int, ...]  # sizes of a product that are not multiples of 8
 
     @property
     def place(self) -> str:
@@ -141,15 +152,13 @@ class Profile(Report):
     shares: dict[Kind, float]  # of a step; the sum is 1. ``host`` is when the device does not compute
     work: tuple[Work, ...]  # those that take longest first
     waits: dict[str, float]  # seconds that the host waits for the device in a step, by the operation that waits
-    unaligned: dict[tuple[str, str], tuple[int, ...]]  # sizes that are not multiples of 8, by product and path
     plan: Plan | None  # None if the step cannot be planned
     unplanned: str  # why not
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as JSON values."""
-        unaligned = [{"name": name, "where": where, "sizes": sizes} for (name, where), sizes in self.unaligned.items()]
         work, plan = [one._asdict() for one in self.work], self.plan and self.plan.as_dict()
-        return {**vars(self), "work": work, "unaligned": unaligned, "plan": plan}
+        return {**vars(self), "work": work, "plan": plan}
 
     @refuses_unreadable
     def plot(self, path: str | PathLike[str]) -> None:
@@ -185,20 +194,14 @@ class Profile(Report):
 
     def sentences(self) -> list[str]:
         """Return what to act on, with the place and its share of the step."""
-        products = [one for one in self.work if is_product(one.name)]
-        odd = [
-            (one, ", ".join(map(str, self.unaligned[one.name, one.where])))
-            for one in products
-            if one.kind == "16-bit products" and (one.name, one.where) in self.unaligned
-        ]
-        wide = [
-            (one, ": ".join(filter(None, (one.format, one.why)))) for one in products if one.kind == "other compute"
-        ]
+        low = [one for one in self.work if one.kind == "16-bit products"]
+        odd = [(one, ", ".join(map(str, one.odd))) for one in low if one.odd]
+        wide = [one for one in self.work if one.kind == "other compute" and is_product(one.name)]
         casts = [(one, one.why) for one in self.work if one.kind == "casts"]
         update = [(one, f"{one.times:.4g} operations a step") for one in self.work if one.kind == "optimizer"]
         lines = [
             _about(odd, f"in products with sizes not divisible by {ALIGNMENT}; pad them"),
-            _about(wide, "in products not in 16 bits"),
+            _about([(one, f"{one.format}: {one.why}".rstrip(": ")) for one in wide], "in products not in 16 bits"),
             _about(casts, "in casts, at the border of"),
             _about(update, "in the optimizer", least=OFTEN),
             *self._about_host(),
@@ -272,43 +275,37 @@ def profile(
     check_count("runs", runs, where="profile(runs=)")
     chosen = None if policy is None else make_policy(policy)
     call = (step, args, kwargs)
-    profiler = find_verb("profiler", backend, call, where="the step and its arguments")
+    verb = find_verb("profiler", backend, call, where="the step and its arguments")
     made = _new_folder(folder)
     with nullcontext() if chosen is None else chosen:
-        profiled: Profiler = profiler(*call, chosen)
-        profiled.batch(WARM_UP)()
-        seconds, batch = _seconds(profiled.batch(runs)), profiled.batch(runs)
-        with profiled.tracing(made):
-            slower = _seconds(batch)
-        trace = profiled.read(made, runs)
-        unaligned, plan, unplanned = _plan_of(step, args, kwargs, chosen, backend)
+        profiler: Profiler = verb(*call, chosen)
+        profiler.seconds([profiler.fresh(call[1:]) for _ in range(WARM_UP)])
+        seconds = profiler.seconds([profiler.fresh(call[1:]) for _ in range(runs)])
+        batch = [profiler.fresh(call[1:]) for _ in range(runs)]
+        with profiler.tracing(made):
+            slower = profiler.seconds(batch)
+        trace = profiler.read(made, runs)
+        plan, odd, unplanned = _plan_of(step, args, kwargs, chosen, backend)
     busy = trace.busy / (slower if trace.device == "cpu" else seconds)
-    work = add_up(trace.operations, runs, seconds / runs, min(busy, 1.0), plan)
-    waits = {place: waited / runs for place, waited in trace.waits.items()}
-    name, device = profiled.framework, trace.device
+    work = add_up(trace.operations, runs, seconds / runs, min(busy, 1.0), plan, odd)
     return Profile(
-        name,
-        str(chosen or "its own policy"),
-        device,
-        runs,
-        seconds / runs,
-        trace.file,
-        shares_of(work),
-        work,
-        waits,
-        unaligned,
-        plan,
-        unplanned,
+        framework=profiler.framework,
+        policy=str(chosen or "its own policy"),
+        device=trace.device,
+        runs=runs,
+        seconds=seconds / runs,
+        file=trace.file,
+        shares=shares_of(work),
+        work=work,
+        waits={place: waited / runs for place, waited in trace.waits.items()},
+        plan=plan,
+        unplanned=unplanned,
     )
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def add_up(operations: Iterable[Timed], runs: int, seconds: float, busy: float, plan: Plan | None) -> tuple[Work, ...]:
+def add_up(
+    operations: Iterable[Timed], runs: int, seconds: float, busy: float, plan: Plan | None, odd: _Sizes
+) -> tuple[Work, ...]:
     """Return the operations of some runs by kind, name, format and place. They share the busy part of a step."""
     groups = defaultdict[tuple[Kind, str, str, str], list[float]](list)
     for one in operations:
@@ -318,8 +315,8 @@ def add_up(operations: Iterable[Timed], runs: int, seconds: float, busy: float, 
     total, planned, found = math.fsum(chain(*groups.values())), _by_place(plan), list[Work]()
     for (kind, name, formats, where), each in groups.items():
         part = busy * math.fsum(each) / total if total else 0.0
-        why = _why(kind, name, formats, planned.get(where, []))
-        found.append(Work(kind, name, formats, where, len(each) / runs, part, part * seconds, why))
+        why, sizes = _why(kind, name, formats, planned.get(where, [])), odd.get((name, where), ())
+        found.append(Work(kind, name, formats, where, len(each) / runs, part, part * seconds, why, sizes))
     return tuple(sorted(found, key=lambda one: (-one.share, one)))
 
 
@@ -361,23 +358,24 @@ def _why(kind: Kind, name: str, formats: str, here: Sequence[PlannedOperation]) 
 
 def _plan_of(
     step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy | None, backend: str | None
-) -> tuple[dict[tuple[str, str], tuple[int, ...]], Plan | None, str]:
-    """Return the odd sizes of a step's products and its plan as it runs: under ambient autocast, if there is such."""
-    call, plan, odd = (step, args, kwargs), None, {}
+) -> tuple[Plan | None, _Sizes, str]:
+    """Return the plan of a step as it runs, and the odd sizes of its products; or why there is none."""
+    call, plan, odd = (step, args, kwargs), None, _Sizes()
     try:
+        explains, facts = (find_verb(verb, backend, call, where="profile(step)") for verb in ("explain", "facts"))
         if policy is None and hasattr(type(step), "plan"):  # a rewritten function
             plan = step.plan
         else:
-            verb = find_verb("explain", backend, call, where="profile(step)")
-            engine = "autocast" if "engine" in signature(verb).parameters else None
+            engine = "autocast" if "engine" in signature(explains).parameters else None  # where that is ambient
             plan = explain(step, *args, policy=policy, backend=backend, engine=engine, **kwargs)
-        plain, verb = getattr(step, "plain", step), find_verb("facts", backend, call, where="profile(step)")
-        for one in verb(plain, args, kwargs, sixteen_bit(policy), None).products:
-            if sizes := odd_sizes(one.sizes):
-                odd[one.name, _pattern(one.where)] = sizes
+        for one in facts(getattr(step, "plain", step), args, kwargs, sixteen_bit(policy), None).products:
+            odd[one.name, _pattern(one.where)] = odd_sizes(one.sizes)
     except PolyampError as error:
-        return odd, plan, str(error).partition("\n")[0]
-    return odd, plan, ""
+        return plan, odd, str(error).partition("\n")[0]
+    return plan, odd, ""
+
+
+_Sizes = dict[tuple[str, str], tuple[int, ...]]  # of products that are not multiples of 8, by name and place
 
 
 def _new_folder(parent: str | PathLike[str]) -> Path:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from polyamp import Plan
 from polyamp.batch import Footprint, Growth, Pass, footprint
+from polyamp.errors import InvalidValueError
 from polyamp.plan import PlannedOperation
 
 MATMUL = PlannedOperation("matmul", "dot_general", "a/q", "lower", "float16", "table", 1, 2, 8, 100, 180)
@@ -173,3 +174,12 @@ def test_growth_between_two_passes_is_that_of_every_batch(
 
 def test_passes_that_differ_in_more_than_sizes_say_nothing() -> None:
     assert footprint(2, 0, Pass(0, [1, 2]), Pass(0, [2, 4, 6])) is None
+
+
+@pytest.mark.parametrize(
+    ("memory", "options"),
+    [(0, {}), (-1, {}), (1.5, {}), ("16GiB", {}), (True, {}), (float("nan"), {}), (2**30, {"optimizer_bytes": -1})],
+)
+def test_memory_is_a_number_of_bytes(memory: Any, options: Any) -> None:
+    with pytest.raises(InvalidValueError, match="bytes"):
+        PLAN.largest_batch(memory, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT, name_of
 from polyamp.backends.torch.graphs.capture import copy_of
-from polyamp.backends.torch.graphs.planning import SavedBytes
+from polyamp.backends.torch.graphs.planning import Block, Memory
 from polyamp.backends.torch.recording.mode import Operator, Watcher, operator_of
 from polyamp.backends.torch.recording.reach import Reach
 from polyamp.backends.torch.recording.record import Run
@@ -51,7 +53,7 @@ def plan_of_run(
             found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
             fix="use example arguments for which the call works without polyamp",
         ) from error
-    operations, saved = tuple(explainer.operations), explainer.saved.total
+    operations, saved = tuple(explainer.operations), explainer.memory.saved
     engine = f"autocast, recorded: {why}" if why else "autocast"
     return Plan(str(policy), operations, saved, unused_rules=explainer.unused, engine=engine)
 
@@ -104,21 +106,57 @@ def _drop_from_caches(left: Sequence[Tensor]) -> None:
 
 
 class OnFakes(Watcher):  # type: ignore[no-untyped-call]
-    """Watches a run, which may be one on tensors without data."""
+    """Watches the memory of a run, which may be one on tensors without data."""
 
     def __init__(self, run: Run, policy: Policy) -> None:
         super().__init__(False, run.changes)
-        self._run = lambda op, args, kwargs: op(*args, **kwargs)
+        self._run = self._run_on_fakes
         self._step, self._policy = run, policy
+        self.memory = Memory()
         self.made: list[weakref.ref[Tensor]] = []
 
     def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
-        """Note the results, which the user's code may keep."""
+        """Add the results, which the user's code may keep, to what was made."""
+        self.memory.add(tensors([out]))
         self.made += map(weakref.ref, tensors([out]))
 
     @abstractmethod
     def follow(self, mode: AbstractContextManager[Any]) -> Any:
         """Watch the run in a mode."""
+
+    def _run_on_fakes(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator, also recurrent layers, of whose memory PyTorch's fakes know nothing."""
+        if op is not _CUDNN_BACKWARD:
+            out = op(*args, **kwargs)
+            return _with_reserve(out, op, args) if op in _RECURRENT and unstable.is_fake(out[0]) else out
+        data, weights, hidden, cells, mode, width, layers, is_bidirectional = (
+            args[place] for place in (0, 1, 4, 5, 10, 11, 13, 17)
+        )
+        grads = (
+            *pytree.tree_map_only(Tensor, torch.empty_like, (data, hidden, cells)),
+            [*map(torch.empty_like, weights)],
+        )
+        # The gradients of the gates of all layers are its workspace. Weights that autocast flattened have no shape.
+        gates = _GATES.get(mode, 1) * width * layers * (1 + is_bidirectional)
+        self.memory.add([*tensors([grads]), data.new_empty(gates, data.numel() // data.shape[-1])])
+        return grads
+
+
+_RECURRENT = {torch.ops.aten._cudnn_rnn.default, torch.ops.aten.mkldnn_rnn_layer.default}
+_CUDNN_BACKWARD = torch.ops.aten._cudnn_rnn_backward.default
+_GATES = {2: 4, 3: 3}  # by cuDNN's number of the layer: LSTM and GRU
+
+
+def _with_reserve(out: Any, op: Any, args: Sequence[Any]) -> Any:
+    """Return the results of a recurrent layer with the memory that it keeps, which only its kernel knows."""
+    with unstable.with_data(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the memory of the weights
+        real = op(*pytree.tree_map_only(Tensor, _zeros, args))
+    return *out[:3], out[3].new_empty(real[3].numel()), *out[4:]
+
+
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)
 
 
 class _Explainer(OnFakes):  # type: ignore[no-untyped-call]
@@ -127,19 +165,16 @@ class _Explainer(OnFakes):  # type: ignore[no-untyped-call]
     def __init__(self, run: Run, policy: Policy) -> None:
         super().__init__(run, policy)
         self.operations: list[PlannedOperation] = []
-        self.saved = SavedBytes()
         self._tracker = run.tracker
         self._seen: dict[tuple[str, str], None] = {}
-        self._casts: dict[int, tuple[int, int]] = {}  # bytes of casts that no operation has used yet, by memory
-        self._alive: list[Tensor] = []  # the casts: freed memory would pass its number on to another tensor
+        self._casts: dict[
+            Block | None, tuple[int, int]
+        ] = {}  # bytes of casts that no operation has used yet, by memory
 
     def follow(self, mode: AbstractContextManager[Any]) -> _Explainer:
         """Record the run in a mode."""
-        try:
-            with mode, self.saved.counted():
-                self._step.forward(self)
-        finally:
-            self._alive.clear()
+        with mode, self.memory.counts_what_is_kept():
+            self._step.forward(self)
         return self
 
     @property
@@ -162,16 +197,19 @@ class _Explainer(OnFakes):  # type: ignore[no-untyped-call]
             self._add(operator, given, results)
 
     def _note_cast(self, made: Tensor, before: int, after: int) -> None:
-        memory = unstable.storage_of(made)
-        if memory is not None:
-            self._casts[memory] = before, after
-            self._alive.append(made)
+        block = self.memory.of(made)
+        if block is not None:
+            self._casts[block] = before, after
 
     def _pass_on(self, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Note a cast again for a view of its result, since a view of fakes may have another memory number."""
-        casts = [self._casts.pop(key) for key in map(unstable.storage_of, given) if key in self._casts]
-        for cast in casts[:1]:
+        """Note a cast again for a view of its result, since a view of fakes may have another memory."""
+        for cast in self._casts_of(given)[:1]:
             self._note_cast(results[0], *cast)
+
+    def _casts_of(self, given: Sequence[Tensor]) -> list[tuple[int, int]]:
+        """Return the casts that made these tensors, each once."""
+        used = dict.fromkeys(map(self.memory.of, given))
+        return [self._casts.pop(block) for block in used if block in self._casts]
 
     def _add(self, operator: Operator, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         path, format_name = self._tracker.path.replace("/", "."), _format_of(given, results)
@@ -180,14 +218,12 @@ class _Explainer(OnFakes):  # type: ignore[no-untyped-call]
         if decision.op_class == "keep":
             format_name = AS_WRITTEN
         reason = _reason(decision, format_name, results[0].device.type, self._policy)
-        used = {key for key in map(unstable.storage_of, given) if key in self._casts}
-        casts = [self._casts.pop(key) for key in used if key is not None]
         self.operations.append(
             planned(
                 decision._replace(format=format_name, reason=reason),
                 operator.native,
                 f"{path} {users_line()}",
-                casts=casts,
+                casts=self._casts_of(given),
                 moved=_bytes([*given, *results]),
                 moved_float32=_bytes([*given, *results], wide=True),
             )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
@@ -14,7 +12,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast.plan import OnFakes, run_on_fakes
 from polyamp.backends.torch.graphs.capture import root_of
 from polyamp.backends.torch.graphs.program import Program
@@ -56,94 +53,25 @@ def rewritten(program: Program, fn: Callable[..., Any]) -> GraphModule:
 
 
 class Meter(OnFakes):  # type: ignore[no-untyped-call]
-    """Adds up the bytes in use, and those that autograd keeps."""
-
-    def __init__(self, run: Any, policy: Policy) -> None:
-        super().__init__(run, policy)
-        self._run = self._run_on_fakes
-        self._alive: dict[int, tuple[int, int]] = {}
-        self._saved: dict[int, int] = {}
-        self._count = self._in_use = self.parameters = 0
-        self._moments: list[int] = []
+    """Watches the memory of a forward and backward pass."""
 
     @property
     def measured(self) -> Pass:
         """What was measured."""
-        return Pass(sum(self._saved.values()), self._moments)
+        return Pass(self.memory.saved, self.memory.moments)
 
     def follow(self, mode: AbstractContextManager[Any]) -> Meter:
         """Measure a forward and backward pass in a mode."""
-        trained = list(self._step.reach.parameters())
-        self.parameters = sum(one.numel() for one in trained)
+        self.parameters = sum(one.numel() for one in self._step.reach.parameters())
         with mode, torch.autograd.set_multithreading_enabled(False):
             held = pytree.tree_leaves((self._step._args, self._step._kwargs))
             for module in self._step.reach.modules():
                 held += [*module.parameters(), *module.buffers()]
-            self._add(tensors(held))
-            with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept):
+            self.memory.add(tensors(held))
+            with self.memory.counts_what_is_kept():
                 result = self._step.forward(self)
             results = [one for one in tensors([result]) if one.requires_grad]
             if not self._step.differentiates:
                 with self:
                     torch.autograd.backward(results, [torch.ones_like(one) for one in results])
         return self
-
-    def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
-        """Add the memory of new results."""
-        super().look(op, args, out)
-        self._add(tensors([out]))
-
-    def _run_on_fakes(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operator, also recurrent layers, of whose memory PyTorch's fakes know nothing."""
-        if op is not _CUDNN_BACKWARD:
-            out = op(*args, **kwargs)
-            return _with_reserve(out, op, args) if op in _RECURRENT else out
-        data, weights, hidden, cells, mode, width, layers, is_bidirectional = (
-            args[place] for place in (0, 1, 4, 5, 10, 11, 13, 17)
-        )
-        grads = (
-            *pytree.tree_map_only(Tensor, torch.empty_like, (data, hidden, cells)),
-            [*map(torch.empty_like, weights)],
-        )
-        # The gradients of the gates of all layers are its workspace. Weights that autocast flattened have no shape.
-        gates = _GATES.get(mode, 1) * width * layers * (1 + is_bidirectional)
-        self._add([*tensors([grads]), data.new_empty(gates, data.numel() // data.shape[-1])])
-        return grads
-
-    def _add(self, made: Iterable[Tensor]) -> None:
-        for one in made:
-            storage = one.untyped_storage()
-            if storage._cdata not in self._alive:
-                self._count += 1
-                self._alive[storage._cdata] = self._count, storage.nbytes()
-                self._in_use += storage.nbytes()
-                self._moments.append(self._in_use)
-                weakref.finalize(storage, _free, weakref.ref(self), storage._cdata).atexit = False
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        memory = tensor.untyped_storage()._cdata
-        self._saved.update([self._alive.get(memory, (0, 0))])
-        return tensor.detach()
-
-
-def _free(weak: weakref.ref[Meter], memory: int) -> None:
-    meter = weak()
-    if meter is not None:
-        meter._in_use -= meter._alive.pop(memory)[1]
-
-
-_RECURRENT = {torch.ops.aten._cudnn_rnn.default, torch.ops.aten.mkldnn_rnn_layer.default}
-_CUDNN_BACKWARD = torch.ops.aten._cudnn_rnn_backward.default
-_GATES = {2: 4, 3: 3}  # by cuDNN's number of the layer: LSTM and GRU
-
-
-def _with_reserve(out: Any, op: Any, args: Sequence[Any]) -> Any:
-    """Return the results of a recurrent layer with the memory that it keeps, which only its kernel knows."""
-    with unstable.with_data(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the memory of the weights
-        real = op(*pytree.tree_map_only(Tensor, _zeros, args))
-    return *out[:3], out[3].new_empty(real[3].numel()), *out[4:]
-
-
-def _zeros(like: Tensor) -> Tensor:
-    return torch.zeros(like.shape, dtype=like.dtype, device=like.device)

@@ -1,9 +1,12 @@
-"""The entries of a plan, for operations and results that a pass decides, and the bytes that autograd keeps."""
+"""The entries of a plan, for operations and results that a pass decides, and the memory of tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,33 +60,58 @@ def _bytes(fakes: Any, dtype: torch.dtype | None = None) -> int:
     return sum(hint(one.numel()) * (dtype or one.dtype).itemsize for one in tensors)
 
 
-class SavedBytes:
-    """The bytes of the tensors that autograd keeps, each memory once."""
+@dataclass(eq=False)
+class Block:
+    """Memory that tensors share."""
+
+    number: int  # no other has it; a place in memory is used again
+    size: int
+    watch: object  # a weak reference that tells when it is freed
+
+
+class Memory:
+    """The memory of tensors: what is in use at every moment, and what autograd keeps."""
 
     def __init__(self) -> None:
-        self._sizes: dict[int, int] = {}  # by memory
-        self._alive: list[Tensor] = []  # freed memory would pass its number on to another tensor
+        self.moments: list[int] = []  # the bytes in use whenever memory was allocated
+        self._in_use = 0
+        self._alive: dict[int | None, Block] = {}  # by place
+        self._kept: dict[int, int] = {}  # sizes by number
 
     @property
-    def total(self) -> int:
-        """All bytes so far."""
-        return sum(self._sizes.values())
+    def saved(self) -> int:
+        """All bytes that autograd has kept."""
+        return sum(self._kept.values())
 
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count what autograd keeps while this context is active."""
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept):
-                yield
-        finally:
-            self._alive.clear()  # autograd's graph has the hooks, and they have these: no collector sees that cycle
+    def add(self, made: Iterable[Tensor]) -> None:
+        """Add the memory of tensors that is not known yet, until it is freed."""
+        for one in made:
+            place = unstable.storage_of(one)
+            if place is not None and place not in self._alive:
+                storage = one.untyped_storage()
+                watch = weakref.ref(storage, partial(self._free, place))
+                block = Block(len(self.moments), hint(storage.nbytes()), watch)
+                self._alive[place] = block
+                self._in_use += block.size
+                self.moments.append(self._in_use)
+
+    def of(self, tensor: Tensor) -> Block | None:
+        """Return the memory of a tensor, if it is known."""
+        return self._alive.get(unstable.storage_of(tensor))
+
+    def counts_what_is_kept(self) -> AbstractContextManager[None]:
+        """Return a context in which `saved` counts what autograd keeps."""
+        return torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept)
 
     def _keep(self, tensor: Tensor) -> Tensor:
-        memory = unstable.storage_of(tensor)
-        if memory is not None:
-            self._sizes[memory] = unstable.hint(tensor.untyped_storage().nbytes())
-            self._alive.append(tensor)
+        self.add([tensor])
+        block = self.of(tensor)
+        if block is not None:
+            self._kept[block.number] = block.size
         return tensor.detach()  # an output itself would hold the node that holds it
+
+    def _free(self, place: int, _: object) -> None:
+        self._in_use -= self._alive.pop(place).size
 
 
 def bytes_saved(graph: Graph, attributes: Mapping[str, Any]) -> int | None:
@@ -93,13 +121,13 @@ def bytes_saved(graph: Graph, attributes: Mapping[str, Any]) -> int | None:
         return None
     names = {str(node.target) for node in graph.find_nodes(op="get_attr")}
     root = {name: attributes.get(name, nn.Identity()) for name in names}  # parts with a fake are not read
-    saved, interpreter = SavedBytes(), _OnFakes(GraphModule(root, graph))
+    memory, interpreter = Memory(), _OnFakes(GraphModule(root, graph))
     try:
-        with unstable.on_fakes(mode), torch.enable_grad(), saved.counted():
+        with unstable.on_fakes(mode), torch.enable_grad(), memory.counts_what_is_kept():
             interpreter.run(*graph.find_nodes(op="placeholder"))
     except (RuntimeError, TypeError, NotImplementedError):  # one of the user's operators has no fake kernel
         return None
-    return saved.total
+    return memory.saved
 
 
 class _OnFakes(Interpreter):

@@ -173,6 +173,15 @@ def test_casts_and_bytes_are_counted() -> None:
     assert plan.bytes_saved > 0
 
 
+def test_a_recurrent_layer_keeps_what_its_kernel_keeps() -> None:
+    model, x, kept = nn.LSTM(8, 8, num_layers=2), torch.ones(5, 3, 8), dict[int, Tensor]()
+    plan = polyamp.explain(model, x, policy="mixed_bfloat16", engine="autocast")
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda one: kept.setdefault(one.data_ptr(), one), lambda one: one)
+    with polyamp.autocast("mixed_bfloat16"), keep:
+        model(x)
+    assert plan.bytes_saved == sum(one.untyped_storage().nbytes() for one in kept.values())
+
+
 def test_nothing_is_computed_where_the_code_allows_that() -> None:
     long = torch.ones(1, 1).expand(10**5, 10**5)
     plan = polyamp.explain(lambda x: x.softmax(-1) @ x, long, policy="mixed_bfloat16", engine="autocast")

@@ -9,43 +9,36 @@ from polyamp.errors import InvalidValueError, is_integer, shown
 
 
 class Pass(NamedTuple):
-    """One forward and backward pass, in bytes."""
+    """One forward and backward pass: how many numbers are trained, and its memory in bytes."""
 
+    parameters: int
     saved: int  # kept for the backward pass
     in_use: Sequence[int]  # at every moment at which something was allocated
 
 
-class Growth(NamedTuple):
-    """Bytes that grow with the batch: ``fixed + examples * each``."""
-
-    fixed: int
-    each: int
-
-
 class Footprint(NamedTuple):
-    """The memory of a forward and backward pass, as it grows with the batch."""
+    """The memory of a pass over so many examples and of one over twice as many, which differ in nothing else.
 
-    examples: int  # in the arguments that were given
-    parameters: int  # how many numbers are trained
-    saved: Growth
-    in_use: tuple[Growth, ...]  # at each moment; which one is the fullest depends on the batch
+    Between them every number grows as ``fixed + examples * each``, and so it does for any other batch.
+    """
+
+    examples: int
+    once: Pass
+    twice: Pass
+
+    @property
+    def saved_each(self) -> int:
+        """The bytes that each example keeps for the backward pass."""
+        return (self.twice.saved - self.once.saved) // self.examples
 
     def largest_batch(self, memory: int, optimizer_bytes: float) -> int:
         """Return the largest batch that fits in so many bytes, 0 if none does."""
-        free = memory - int(self.parameters * optimizer_bytes)
-        return min(max(free - moment.fixed, 0) // max(moment.each, 1) for moment in self.in_use)
-
-
-def footprint(examples: int, parameters: int, once: Pass, twice: Pass) -> Footprint | None:
-    """Return the growth between two passes, the second with twice the examples; None if they differ in more."""
-    if len(once.in_use) != len(twice.in_use):
-        return None
-    moments = [_growth(examples, *pair) for pair in zip(once.in_use, twice.in_use, strict=True)]
-    return Footprint(examples, parameters, _growth(examples, once.saved, twice.saved), tuple(dict.fromkeys(moments)))
-
-
-def _growth(examples: int, once: int, twice: int) -> Growth:
-    return Growth(2 * once - twice, (twice - once) // examples)
+        # Which moment is the fullest depends on the batch: everything has to fit at each of them.
+        free = memory - int(self.once.parameters * optimizer_bytes)
+        moments = set(zip(self.once.in_use, self.twice.in_use, strict=True))
+        return min(
+            max(free - (2 * once - twice), 0) // max((twice - once) // self.examples, 1) for once, twice in moments
+        )
 
 
 def batch_axes(shapes: Sequence[Sequence[int]], examples: int) -> list[int | None]:

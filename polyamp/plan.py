@@ -134,8 +134,9 @@ class Plan(Report):
         fullest moment; in JAX, on this device, as XLA compiles them. Other memory comes on top: the framework's own,
         workspaces of kernels, gaps between tensors. So name less than the device has, such as 0.9 of what is free.
 
-        >>> from polyamp.batch import Footprint, Growth
-        >>> held = Footprint(4, 1000, saved=Growth(0, 512), in_use=(Growth(4000, each=1024),))
+        >>> from polyamp.batch import Footprint, Pass
+        >>> once, twice = Pass(1000, 2048, [4000 + 4 * 1024]), Pass(1000, 4096, [4000 + 8 * 1024])
+        >>> held = Footprint(4, once, twice)
         >>> plan = Plan("mixed_float16", (), footprint=held, footprint_float32=held)
         >>> plan.largest_batch(2**20)  # 2**20 bytes less 1000 * 8 and 4000, by 1024 for each example
         LargestBatch(float32=1012, policy=1012)
@@ -196,11 +197,10 @@ class Plan(Report):
         """The number of examples, and the bytes kept for the backward pass of each; JSON values. Empty if unknown."""
         if self.footprint is None or self.footprint_float32 is None:
             return {}
-        saved, saved_float32 = self.footprint.saved.each, self.footprint_float32.saved.each
         return {
             "examples": self.footprint.examples,
-            "bytes_saved_each": saved,
-            "bytes_saved_each_float32": saved_float32,
+            "bytes_saved_each": self.footprint.saved_each,
+            "bytes_saved_each_float32": self.footprint_float32.saved_each,
         }
 
     def as_dict(self) -> dict[str, Any]:

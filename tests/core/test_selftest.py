@@ -223,7 +223,7 @@ adapter = AdapterTable("mine", {{}}, owns=complex, verbs={{"describe": lambda: d
 """
 COMMAND = """
 import polyamp.doctor, polyamp.selftest
-polyamp.doctor._LIMIT, polyamp.selftest.WIDTHS = {limit}, (64,)
+polyamp.doctor._LIMIT, polyamp.selftest.WIDTHS, polyamp.selftest.DEPTHS = {limit}, (64,), (16, 256, 253)
 from polyamp.cli import main
 main()
 """

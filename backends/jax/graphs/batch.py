@@ -12,7 +12,7 @@ from polyamp.backends.jax.casting import is_array
 from polyamp.backends.jax.graphs.capture import Program
 from polyamp.backends.jax.graphs.cells import is_inexact
 from polyamp.backends.jax.modules import Call
-from polyamp.batch import Footprint, Pass, batch_axes, footprint
+from polyamp.batch import Footprint, Pass, batch_axes
 
 Run = Callable[[Program, Sequence[Any]], list[Any]]
 
@@ -34,8 +34,7 @@ def footprints(call: Call, examples: int, ways: Sequence[Run]) -> list[Footprint
 
     try:
         once, twice = program(1), program(2)
-        trained = sum(once.arrays[place].size for place in _trained(once))
-        return [footprint(examples, trained, _pass(once, run), _pass(twice, run)) for run in ways]
+        return [Footprint(examples, _pass(once, run), _pass(twice, run)) for run in ways]
     except Exception:  # its code depends on this size, or it has no backward pass
         return [None for _ in ways]
 
@@ -68,4 +67,4 @@ def _pass(program: Program, run: Run) -> Pass:
     memory: Any = jax.jit(step).lower(program.arrays).compile().memory_analysis()
     used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
     saved = program.bytes_saved(lambda arrays: run(program, arrays))
-    return Pass(saved or 0, [int(used)])
+    return Pass(sum(program.arrays[place].size for place in trained), saved or 0, [int(used)])

@@ -16,7 +16,7 @@ from polyamp.backends.torch.autocast.plan import OnFakes, run_on_fakes
 from polyamp.backends.torch.graphs.capture import root_of
 from polyamp.backends.torch.graphs.program import Program
 from polyamp.backends.torch.recording.widening import tensors
-from polyamp.batch import Footprint, Pass, batch_axes, footprint
+from polyamp.batch import Footprint, Pass, batch_axes
 from polyamp.policies import Policy
 
 
@@ -29,20 +29,20 @@ def footprint_of(
     axes = zip(inputs, batch_axes([leaf.shape for leaf in inputs], examples), strict=True)
     axis_of = {id(leaf): axis for leaf, axis in axes if axis is not None}
 
-    def measured(times: int) -> Meter:
+    def measured(times: int) -> Pass:
         def grown(leaf: Any, fake: Any) -> Any:  # a copy, since a view would hold all memory that it is of
             if id(leaf) not in axis_of:
                 return fake
             return torch.cat([fake] * times, axis_of[id(leaf)]).detach().requires_grad_(fake.requires_grad)
 
-        meter: Meter = run_on_fakes(fn, args, kwargs, policy, Meter, grown)
-        return meter
+        done: Pass = run_on_fakes(fn, args, kwargs, policy, Meter, grown)
+        return done
 
     try:
         once, twice = measured(1), measured(2)
     except Exception:  # its code reads values or depends on this size, or an operator has no kernel for such tensors
         return None
-    return footprint(examples, once.parameters, once.measured, twice.measured)
+    return Footprint(examples, once, twice) if len(once.in_use) == len(twice.in_use) else None
 
 
 def rewritten(program: Program, fn: Callable[..., Any]) -> GraphModule:
@@ -55,14 +55,9 @@ def rewritten(program: Program, fn: Callable[..., Any]) -> GraphModule:
 class Meter(OnFakes):  # type: ignore[no-untyped-call]
     """Watches the memory of a forward and backward pass."""
 
-    @property
-    def measured(self) -> Pass:
-        """What was measured."""
-        return Pass(self.memory.saved, self.memory.moments)
-
-    def follow(self, mode: AbstractContextManager[Any]) -> Meter:
+    def follow(self, mode: AbstractContextManager[Any]) -> Pass:
         """Measure a forward and backward pass in a mode."""
-        self.parameters = sum(one.numel() for one in self._step.reach.parameters())
+        parameters = sum(one.numel() for one in self._step.reach.parameters())
         with mode, torch.autograd.set_multithreading_enabled(False):
             held = pytree.tree_leaves((self._step._args, self._step._kwargs))
             for module in self._step.reach.modules():
@@ -74,4 +69,4 @@ class Meter(OnFakes):  # type: ignore[no-untyped-call]
             if not self._step.differentiates:
                 with self:
                     torch.autograd.backward(results, [torch.ones_like(one) for one in results])
-        return self
+        return Pass(parameters, self.memory.saved, self.memory.moments)

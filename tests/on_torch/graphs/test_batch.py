@@ -207,6 +207,17 @@ def test_a_function_that_fixes_its_batch_is_explained_without_the_largest() -> N
         plan.largest_batch(2**30)
 
 
+def test_passes_that_differ_in_more_than_sizes_say_nothing() -> None:
+    """Twice the batch runs another operation."""
+    weight = nn.Parameter(torch.ones(8, 8))
+
+    def grows(x: Tensor) -> Tensor:
+        return (x @ weight).relu() if len(x) > 3 else x @ weight
+
+    plan = explain(grows, torch.ones(3, 8), policy="mixed_bfloat16", engine="autocast", examples=3)
+    assert plan.batch == {}
+
+
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 WIDE: dict[str, Case] = {

@@ -208,19 +208,22 @@ def _key(name: str) -> str:
 
 def _updates(text: str) -> set[str]:
     """Return the stack frames inside an optimizer's update: of optax, or of the wrapper around it."""
-    tables = (
-        text.partition(f"\n{title}\n")[2].partition("\n\n")[0]
-        for title in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+    files, names = (
+        dict(re.findall(r'^(\d+) "(.*)"$', text.partition(f"\n{title}\n")[2].partition("\n\n")[0], re.MULTILINE))
+        for title in ("FileNames", "FunctionNames")
     )
-    files, names, places, frames = (dict(re.findall(r"^(\d+) (.*)$", table, re.MULTILINE)) for table in tables)
+    places = {place: (files[file], names[name]) for place, file, name in _PLACE.findall(text)}
     own, found = str(Path(__file__).with_name("optimizer.py")), set[str]()
-    for frame, row in frames.items():  # callers come first
-        place, caller = re.findall(r"=(\d+)", row)[:2]
-        file, name = re.findall(r"=(\d+)", places[place])[:2]
-        is_update = "update" in names[name] and ("optax" in files[file] or own in files[file])
+    for frame, place, caller in _FRAME.findall(text):  # callers come first
+        file, name = places[place]
+        is_update = "update" in name and ("optax" in file or own in file)
         if is_update or str(int(caller) - 1) in found:  # XLA writes 1 for no caller, and 2 for the first frame
             found.add(frame)
     return found
+
+
+_PLACE = re.compile(r"^(\d+) {file_name_id=(\d+) function_name_id=(\d+)", re.MULTILINE)
+_FRAME = re.compile(r"^(\d+) {file_location_id=(\d+) parent_frame_id=(\d+)", re.MULTILINE)
 
 
 def _scopes(path: str) -> list[str]:

@@ -1,12 +1,11 @@
 """The pictures of a probe and of a profile, drawn into image files.
 
-They take the numbers to draw, so the reports can import this module. matplotlib is needed only when it draws.
+They import no report, so that a report can import them. matplotlib is needed only when they draw.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from polyamp.diagnosis.recording import ACTIVATION, Recording
@@ -17,12 +16,13 @@ from polyamp.report import figure_for, save_figure, share
 if TYPE_CHECKING:
     from os import PathLike
 
-    from polyamp.diagnosis.profile import Kind, Work
+    from polyamp.diagnosis.profile import Kind, Profile
 
 FAINTEST = 1e-4
 """Share of a tensor's elements that has the palest colour of the heat map."""
 
 _LABELLED = 96  # rows that have room for names
+_PLACES = 20  # rows of a profile
 _LONGEST = 44  # characters of a name
 
 
@@ -48,9 +48,7 @@ def draw_probe(path: str | PathLike[str], title: str, recording: Recording, limi
         for value, style in ((limits.smallest_subnormal, ":"), (limits.smallest_normal, "--"), (limits.max, "-")):
             axis.vlines(math.log2(value / factor), start, end, color="#c0392b", lw=1.2, ls=style)
     labelled = range(0, len(rows), math.ceil(len(rows) / _LABELLED) or 1)
-    names = [rows[row].place for row in labelled]
-    short = [name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}" for name in names]
-    axis.set_yticks([row + 0.5 for row in labelled], short, fontsize=6.5)
+    axis.set_yticks([row + 0.5 for row in labelled], [_short(rows[row].place) for row in labelled], fontsize=6.5)
     for label, row in zip(axis.get_yticklabels(), labelled, strict=True):
         label.set_color("black" if rows[row].is_low else "grey")
     axis.set(xlim=(low, high), ylim=(max(len(rows), 1), 0), xlabel="log2 of the magnitude")
@@ -86,22 +84,24 @@ _COLOURS: dict[Kind, str] = {
 }
 
 
-def draw_profile(
-    path: str | PathLike[str], title: str, shares: Mapping[Kind, float], host: str, works: Sequence[Work]
-) -> None:
+def draw_profile(path: str | PathLike[str], profile: Profile) -> None:
     """Draw the share of a step that each kind of work takes, and below it that of each place, into an image file."""
+    works = profile.work[:_PLACES]
     figure = figure_for(path, (10, 2.2 + 0.25 * len(works)))
     axis = figure.subplots()
     start = 0.0
-    for kind, part in shares.items():
-        label = f"{share(part)} {host if kind == 'host' else kind}"
+    for kind, part in profile.shares.items():
+        label = f"{share(part)} {profile.host if kind == 'host' else kind}"
         axis.barh(0, part, left=start, color=_COLOURS[kind], label=label)
         start += part
     axis.barh(range(1, len(works) + 1), [one.share for one in works], color=[_COLOURS[one.kind] for one in works])
-    names = [f"{one.place} {one.format}" for one in works]
-    short = [name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}" for name in names]
-    axis.set_yticks(range(len(works) + 1), ["the step", *short], fontsize=7)
+    names = [_short(f"{one.place} {one.format}") for one in works]
+    axis.set_yticks(range(len(works) + 1), ["the step", *names], fontsize=7)
     axis.set(xlim=(0, 1), ylim=(len(works) + 0.5, -0.5), xlabel="share of the step")
     axis.legend(fontsize=8)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(profile.heading().partition("\n")[0], fontsize=11)
     save_figure(figure, path)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"

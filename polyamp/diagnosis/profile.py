@@ -165,17 +165,17 @@ class Profile(Report):
         """Draw the shares of a step, by kind and by place, into an image file."""
         from polyamp.diagnosis.pictures import draw_profile
 
-        draw_profile(path, self.heading().partition("\n")[0], self.shares, self._host, self.work[:20])
+        draw_profile(path, self)
 
     @property
-    def _host(self) -> str:
+    def host(self) -> str:
         """Return what the time without operations is."""
         return "between operations" if self.device == "cpu" else "waiting for the host"
 
     def heading(self) -> str:
         """Return how long a step takes, where the profiler's file is, and the share of each kind of work."""
         kinds = [
-            (share(part), f"{1000 * part * self.seconds:.2f} ms", self._host if kind == "host" else kind)
+            (share(part), f"{1000 * part * self.seconds:.2f} ms", self.host if kind == "host" else kind)
             for kind, part in self.shares.items()
         ]
         return (
@@ -205,7 +205,7 @@ class Profile(Report):
             _about(casts, "in casts, at the border of"),
             _about(update, "in the optimizer", least=OFTEN),
             *self._about_host(),
-            self.unplanned and f"The step has no plan, so no reasons: {self.unplanned}",
+            "" if self.plan else f"The step has no plan, so no reasons: {self.unplanned}",
         ]
         return [line for line in lines if line]
 

@@ -1,7 +1,7 @@
 """`polyamp.profile` of steps whose composition is known, in every framework."""
 
 import json
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,6 +171,14 @@ def test_a_policy_that_is_given_decides_the_formats(tmp_path) -> None:
         assert product.format == format_name
 
 
+def test_a_rewritten_module_has_its_plan(tmp_path) -> None:
+    x = torch.from_numpy(X)
+    layer = polyamp.rewrite(torch.nn.Linear(250, 256), x, policy="mixed_bfloat16")
+    report = polyamp.profile(layer, x, runs=1, folder=tmp_path)
+    assert report.plan is layer.plan
+    assert "no plan" not in str(report)
+
+
 def test_a_given_policy_is_that_of_regions_without_one(tmp_path) -> None:
     tx = polyamp.wrap_optimizer(optax.sgd(1e-3), "mixed_bfloat16")
 
@@ -195,22 +203,9 @@ def test_attention_in_16_bits_is_a_product_of_16_bits_backward_too(tmp_path) -> 
 
 
 def test_the_layers_of_a_stack_are_added_up(tmp_path) -> None:
-    stack = torch.nn.Sequential(*(torch.nn.ModuleDict({"linear": torch.nn.Linear(250, 250)}) for _ in range(2)))
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        for block in stack:
-            x = block["linear"](x)
-        return x
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stack = stack
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return step(x)
-
-    report = polyamp.profile(Model(), torch.from_numpy(X), runs=1, folder=tmp_path)
+    blocks = [torch.nn.Sequential(OrderedDict(linear=torch.nn.Linear(250, 250))) for _ in range(2)]
+    model = torch.nn.Sequential(OrderedDict(stack=torch.nn.Sequential(*blocks)))
+    report = polyamp.profile(model, torch.from_numpy(X), runs=1, folder=tmp_path)
     assert [(one.where, one.times) for one in report.work if one.name == "matmul"] == [("stack/*/linear", 2)]
 
 

@@ -82,9 +82,7 @@ region = polyamp.autocast("mixed_bfloat16")
 def enter():
     with region:
         assert polyamp.current_policy().compute == "bfloat16"
-first, *others = sys.argv[1:]
-__import__(first)
-for late in others:
+for late in ("torch", "jax", "tensorflow"):  # JAX has no region to enter
     with region:
         __import__(late)
         thread = threading.Thread(target=enter)
@@ -96,17 +94,9 @@ for late in others:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "late", "reports"),
-    [
-        ("json", ["torch", "jax", "tensorflow"], ["before any framework", "tensorflow was imported inside"]),
-        ("tensorflow", ["torch"], ["torch was imported inside"]),
-    ],
-)
-def test_a_framework_that_is_imported_inside_a_region_is_reported(
-    first: str, late: list[str], reports: list[str]
-) -> None:
-    done = subprocess.run([sys.executable, "-c", LATE, first, *late], capture_output=True, text=True, check=True)
+def test_a_framework_that_is_imported_inside_a_region_is_reported() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
     reported = re.findall(r"PolyampWarning: (.* imported.*)", done.stderr)
-    assert len(reported) == len(reports), done.stderr
-    assert all(report in text for report, text in zip(reports, reported, strict=True)), done.stderr
+    assert len(reported) == 2, done.stderr
+    assert "before any framework" in reported[0]
+    assert "tensorflow was imported inside" in reported[1]

@@ -81,6 +81,7 @@ _SIZES: dict[str, Any] = {"d_model": 16, "nhead": 2, "dim_feedforward": 32, "dro
 
 MODELS: dict[str, Callable[[], Case]] = {
     "mlp": lambda: (mlp(), (torch.randn(6, 8),)),
+    "layer": lambda: (nn.Sequential(nn.Linear(8, 4), nn.GELU()), (torch.randn(6, 8),)),
     "conv": lambda: (ConvNet(), (torch.randn(4, 3, 8, 8),)),
     "encoder": lambda: (
         nn.TransformerEncoder(nn.TransformerEncoderLayer(**_SIZES), 1, enable_nested_tensor=False),

@@ -101,22 +101,26 @@ def test_a_step_whose_loss_nobody_scaled_is_refused_by_rewrite_and_found_by_lint
     with pytest.raises(polyamp.errors.UsageError, match=r"was not scaled[\s\S]*test_scaling.py"):
         polyamp.rewrite(loop.step, X, policy=F16, backend="tensorflow")
     assert "unscaled-loss" in codes(loop)
-    assert "unscaled-loss" not in codes(Loop(form))
+    assert not {"unscaled-loss", "clipped-scaled"} & set(codes(Loop(form)))
 
 
 @pytest.mark.filterwarnings("error::polyamp.PolyampWarning")
-@pytest.mark.parametrize("change", [None, averaged])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_step_whose_loss_was_scaled_is_not(form: str, change: Any) -> None:
-    loop = Loop(form, change=change)
+def test_a_step_whose_loss_was_scaled_is_not(form: str) -> None:
+    loop = Loop(form, change=averaged)
     polyamp.rewrite(loop.step, X, policy=F16, backend="tensorflow")(X)
     assert loop.weight.numpy()[0, 0] < 1.0
     assert "clipped-scaled" not in codes(loop)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [by_norm, by_value, by_hand])
-@pytest.mark.parametrize("form", ["scaler_step", "keras_step", "legacy_step", "called"])
+@pytest.mark.parametrize(
+    ("form", "change"),
+    [
+        *(("scaler_step", change) for change in (by_norm, by_value, by_hand)),
+        *((form, by_norm) for form in ("keras_step", "legacy_step", "called")),
+    ],
+)
 def test_clipping_what_is_scaled_is_said(form: str, change: Any) -> None:
     loop = Loop(form, change=change)
     assert "clipped-scaled" in codes(loop)

@@ -89,7 +89,7 @@ def test_results_parameters_and_buffers_are_as_the_modules(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # of Dynamo and inductor
-@pytest.mark.parametrize(("name", "backend"), [("conv", "aot_eager"), ("block", "aot_eager"), ("mlp", "inductor")])
+@pytest.mark.parametrize(("name", "backend"), [("conv", "aot_eager"), ("block", "aot_eager"), ("layer", "inductor")])
 def test_torch_compile_compiles_it(name: str, backend: str) -> None:
     model, args, rewritten = made(name)
     results, grads = run(torch.compile(rewritten, backend=backend, fullgraph=True), model, args)

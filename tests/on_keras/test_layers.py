@@ -208,7 +208,7 @@ def fitted(model: keras.Model, policy: str | None) -> list[float]:
         opt = polyamp.wrap_optimizer(opt, policy, loss_scale=2.0**6)
     model.compile(opt, "mse")
     targets = Y if model(X).shape[-1] == 2 else X
-    return [float(loss) for loss in model.fit(X, targets, epochs=3, verbose=0, shuffle=False).history["loss"]]
+    return [float(model.train_on_batch(X, targets)) for _ in range(3)]
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def _start(name: str, *, is_slow: bool) -> tuple[BaseProcess, Connection]:
     """Start a process that sends the description of a framework, and its test when told to."""
     context = multiprocessing.get_context("fork")  # starts at once, and knows what is loaded
     here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(name, there, is_slow), daemon=True)
+    process = context.Process(target=_serve, args=(name, there, here, is_slow), daemon=True)
     process.start()
     there.close()
     return process, here
@@ -72,7 +72,8 @@ def why_broken(name: str, error: Exception) -> str:
     return f"{name} does not load: {type(error).__name__}: {error}. Try python -c 'import {name}'; install it again"
 
 
-def _serve(name: str, pipe: Connection, is_slow: bool) -> None:
+def _serve(name: str, pipe: Connection, others: Connection, is_slow: bool) -> None:
+    others.close()  # then this process ends too if the one that started it is killed
     os.nice(19 if is_slow else 0)  # the others come first
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -108,8 +109,8 @@ def _tested(
     """Return the test that a process sends after it reported each part; or how far it came."""
     test: dict[str, Any] = {"devices": {}, "notes": [], "kept": None, "problem": None}
     doing = "its start"
-    pipe.send(again)
     try:
+        pipe.send(again)
         while pipe.poll(_LIMIT):
             answer = pipe.recv()
             if not isinstance(answer, str):
@@ -117,7 +118,7 @@ def _tested(
             doing = answer
             report(f"{name}: {doing}")
         how = f"there was no answer for {_LIMIT:.0f} seconds"
-    except EOFError:
+    except (EOFError, OSError):
         process.join()
         how = f"the process ended with exit code {process.exitcode}"
     finally:

@@ -219,10 +219,10 @@ def examine(
     for name in operations or OPERATIONS:
         report(f"{name} in float32 on {device}")
         for width in WIDTHS:
-            float32, runs = check(trial, device, name, "float32", width)
+            tests = [check(trial, device, name, "float32", width)]
+            runs = tests[0][1]
             if not runs or _once(runs[0]) >= LEAST_SECONDS:
                 break
-        tests = [(float32, runs)]
         for format_name in TESTED[1:]:
             report(f"{name} in {format_name} on {device}")
             tests.append(check(trial, device, name, format_name, width))

@@ -167,9 +167,7 @@ class _Explainer(OnFakes):  # type: ignore[no-untyped-call]
         self.operations: list[PlannedOperation] = []
         self._tracker = run.tracker
         self._seen: dict[tuple[str, str], None] = {}
-        self._casts: dict[
-            Block | None, tuple[int, int]
-        ] = {}  # bytes of casts that no operation has used yet, by memory
+        self._casts: dict[Block | None, tuple[int, int]] = {}  # bytes of casts that no operation has used yet
 
     def follow(self, mode: AbstractContextManager[Any]) -> _Explainer:
         """Record the run in a mode."""

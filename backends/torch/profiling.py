@@ -140,18 +140,15 @@ def _formats(name: str, types: Sequence[Any]) -> tuple[str, ...]:
 
 
 def _read(folder: Path, runs: int) -> Trace:
+    """Return what the profiler's file shows."""
     file = folder / _FILE
-    return _trace(str(file), json.loads(file.read_text())["traceEvents"])
-
-
-def _trace(file: str, events: Sequence[Any]) -> Trace:
-    """Return what the events of the file show."""
+    events = json.loads(file.read_text())["traceEvents"]
     ranges, waits = _nested(events), defaultdict[str, float](float)
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not kernels:
         own = (one for one in ranges if one.operation.name and not one.only_calls)
         operations = tuple(one.operation._replace(seconds=one.seconds) for one in own)
-        return Trace(file, "cpu", operations, sum(one.seconds for one in operations), {})
+        return Trace(str(file), "cpu", operations, sum(one.seconds for one in operations), {})
     for one in ranges:
         if "Synchronize" in one.native and one.around:
             native, path = one.around.called.native, one.operation.where
@@ -160,7 +157,7 @@ def _trace(file: str, events: Sequence[Any]) -> Trace:
     operations = tuple(_of_kernel(one, launched.get(one["args"].get("External id"))) for one in kernels)
     busy = union((one["ts"] / 1e6, (one["ts"] + one["dur"]) / 1e6) for one in kernels)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "accelerator"
-    return Trace(file, device, operations, busy, waits)
+    return Trace(str(file), device, operations, busy, waits)
 
 
 def _nested(events: Sequence[Any]) -> list[_Range]:

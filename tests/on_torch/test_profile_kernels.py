@@ -1,10 +1,12 @@
 """How the profile reads PyTorch's file of a step on a GPU; the events are those of a step on an H200."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from polyamp.backends.torch.profiling import _trace  # noqa: TID251
+from polyamp.backends.torch.profiling import _read  # noqa: TID251
 
 
 def event(name: str, start: float, seconds: float, category: str = "cpu_op", thread: int = 1, **arguments: Any) -> Any:
@@ -28,8 +30,9 @@ EVENTS = [
 ]
 
 
-def test_kernels_are_the_operators_that_launched_them() -> None:
-    trace = _trace("file", EVENTS)
+def test_kernels_are_the_operators_that_launched_them(tmp_path: Path) -> None:
+    (tmp_path / "torch.pt.trace.json").write_text(json.dumps({"traceEvents": EVENTS}))
+    trace = _read(tmp_path, 1)
     assert [(one.name, one.where, one.kind) for one in trace.operations] == [
         ("matmul", "encoder", "16-bit products"),
         ("attention", "encoder", "16-bit products"),

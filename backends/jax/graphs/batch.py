@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from polyamp.backends.jax.casting import is_array
-from polyamp.backends.jax.graphs.capture import Program
-from polyamp.backends.jax.graphs.cells import is_inexact
+from polyamp.backends.jax.graphs.capture import Program, Run
 from polyamp.backends.jax.modules import Call
 from polyamp.batch import Footprint, Pass, batch_axes
-
-Run = Callable[[Program, Sequence[Any]], list[Any]]
 
 
 def footprints(call: Call, examples: int, ways: Sequence[Run]) -> list[Footprint | None]:
@@ -48,8 +45,7 @@ def _grown(leaf: Any, axis: int | None, times: int) -> Any:
 
 def _trained(program: Program) -> list[int]:
     """Return the places of the parameters; without any, those of all floating-point arguments."""
-    places = [place for place, array in enumerate(program.arrays) if is_inexact(array.dtype)]
-    return [place for place in places if program.are_parameters[place]] or places
+    return [place for place in program.floating if program.are_parameters[place]] or program.floating
 
 
 def _pass(program: Program, run: Run) -> Pass:
@@ -57,14 +53,10 @@ def _pass(program: Program, run: Run) -> Pass:
     trained = _trained(program)
 
     def step(arrays: list[Any]) -> Any:
-        def of_trained(own: dict[int, Any]) -> list[Any]:
-            results = run(program, [own.get(place, array) for place, array in enumerate(arrays)])
-            return [result for result in results if is_inexact(result.dtype)]
-
-        results, backward = jax.vjp(of_trained, {place: arrays[place] for place in trained})
+        results, backward = program.vjp(run, arrays, trained)
         return results, backward([jnp.ones_like(result) for result in results])
 
     memory: Any = jax.jit(step).lower(program.arrays).compile().memory_analysis()
     used = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    saved = program.bytes_saved(lambda arrays: run(program, arrays))
-    return Pass(sum(program.arrays[place].size for place in trained), saved or 0, [int(used)])
+    parameters = sum(program.arrays[place].size for place in trained)
+    return Pass(parameters, program.bytes_saved(run) or 0, [int(used)])

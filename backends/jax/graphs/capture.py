@@ -18,6 +18,9 @@ from polyamp.backends.jax.graphs.cells import is_inexact
 from polyamp.backends.jax.modules import arrays_of_modules
 from polyamp.errors import UsageError, is_users
 
+Run = Callable[["Program", Sequence[Any]], list[Any]]
+"""A way to run a program: it returns the arrays of the results."""
+
 
 class Program:
     """A traced call of a function."""
@@ -56,18 +59,26 @@ class Program:
         given, kept = iter(arrays), zip(self._results, self._given, strict=True)
         return jax.tree.unflatten(self._tree, [next(given) if is_one else leaf for leaf, is_one in kept])
 
-    def bytes_saved(self, run: Callable[[Sequence[Any]], list[Any]]) -> int | None:
-        """Return the bytes that ``jax.vjp`` of ``run`` keeps for floating-point arguments; None if it fails."""
-        trained = [index for index, array in enumerate(self.arrays) if is_inexact(array.dtype)]
+    def vjp(self, run: Run, arrays: Sequence[Any], places: Sequence[int]) -> Any:
+        """Return the floating-point results of a way to run the program, and its derivative by the arrays at places."""
 
-        def kept(arrays: list[Any]) -> Any:
-            def of_trained(own: dict[int, Any]) -> list[Any]:
-                return run([own.get(index, array) for index, array in enumerate(arrays)])
+        def of_places(own: dict[int, Any]) -> list[Any]:
+            results = run(self, [own.get(place, array) for place, array in enumerate(arrays)])
+            return [result for result in results if is_inexact(result.dtype)]
 
-            return jax.tree.leaves(jax.vjp(of_trained, {index: arrays[index] for index in trained})[1])
+        return jax.vjp(of_places, {place: arrays[place] for place in places})
 
+    @property
+    def floating(self) -> list[int]:
+        """The places of floating-point arrays."""
+        return [place for place, array in enumerate(self.arrays) if is_inexact(array.dtype)]
+
+    def bytes_saved(self, run: Run) -> int | None:
+        """Return the bytes that ``jax.vjp`` keeps for floating-point arguments; None if it fails."""
         try:
-            residuals = jax.eval_shape(kept, self.arrays)
+            residuals = jax.tree.leaves(
+                jax.eval_shape(lambda arrays: self.vjp(run, arrays, self.floating)[1], self.arrays)
+            )
         except Exception:  # as for a while loop; the user's own rules may raise anything
             return None
         return sum(int(leaf.size) * int(leaf.dtype.itemsize) for leaf in residuals)

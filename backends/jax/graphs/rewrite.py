@@ -17,7 +17,7 @@ from polyamp.backends.jax import unstable
 from polyamp.backends.jax.devices import check_format
 from polyamp.backends.jax.graphs import control_flow, derivatives, interpreter, planning
 from polyamp.backends.jax.graphs.batch import footprints
-from polyamp.backends.jax.graphs.capture import Program, walk
+from polyamp.backends.jax.graphs.capture import Program, Run, walk
 from polyamp.backends.jax.graphs.decisions import IN_FLOAT32
 from polyamp.backends.jax.graphs.interpreter import Handler, Interpreter
 from polyamp.backends.jax.graphs.planning import PlanBuilder, Region
@@ -111,27 +111,21 @@ def planned(
     if own.found:
         with planning.recorded(left_out=True):
             plain = Program(*as_pure(fn, args, kwargs, places)[:4])
-    ways = [lambda one, arrays: _lowered(one, chosen, arrays), Program.as_traced]
+    ways = [_under(chosen), Program.as_traced]
     grown = [None, None] if examples is None else footprints(call, examples, ways)
     return Plan(
         str(chosen),
         tuple(plan.operations),
-        _bytes_saved(program, chosen),
-        plain.bytes_saved(plain.as_traced),
+        program.bytes_saved(ways[0]),
+        plain.bytes_saved(ways[1]),
         tuple(own.unused_rules(chosen, [run.decider])),
         footprint=grown[0],
         footprint_float32=grown[1],
     )
 
 
-def _lowered(program: Program, policy: Policy, arrays: Sequence[Any]) -> list[Any]:
-    """Run a program under a policy, and return the arrays of its results."""
-    return Interpreter(policy, HANDLERS).run_program(program, arrays)
-
-
-def _bytes_saved(program: Program, policy: Policy) -> int | None:
-    """Return the bytes that the backward pass of a program keeps under a policy."""
-    return program.bytes_saved(lambda arrays: _lowered(program, policy, arrays))
+def _under(policy: Policy) -> Run:
+    return lambda program, arrays: Interpreter(policy, HANDLERS).run_program(program, arrays)
 
 
 def run_rewritten(
@@ -155,7 +149,7 @@ def run_rewritten(
     if shown is not None:
         plan = PlanBuilder(shown)
         run = Interpreter(policy, HANDLERS, plan)
-        saved = _bytes_saved(program, policy), program.bytes_saved(program.as_traced)
+        saved = program.bytes_saved(_under(policy)), program.bytes_saved(Program.as_traced)
         with shown.add(Region(policy, plan.operations, run.decider, saved)):
             arrays = run.run_program(program, program.arrays)
         return call.accept(program.results(arrays))

@@ -314,7 +314,7 @@ def add_up(
         groups[(one.kind, "update", "", "") if one.is_update else key].append(one.seconds)
     total, planned, found = math.fsum(chain(*groups.values())), _by_place(plan), list[Work]()
     for (kind, name, formats, where), each in groups.items():
-        part = busy * math.fsum(each) / total if total else 0.0
+        part = busy * (math.fsum(each) / total) if total else 0.0
         why, sizes = _why(kind, name, formats, planned.get(where, [])), odd.get((name, where), ())
         found.append(Work(kind, name, formats, where, len(each) / runs, part, part * seconds, why, sizes))
     return tuple(sorted(found, key=lambda one: (-one.share, one)))

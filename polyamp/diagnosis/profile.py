@@ -205,6 +205,7 @@ class Profile(Report):
             _about(casts, "in casts, at the border of"),
             _about(update, "in the optimizer", least=OFTEN),
             *self._about_host(),
+            "" if self.work else "The profiler saw no operation: TensorFlow's sees those of a tf.function alone.",
             "" if self.plan else f"The step has no plan, so no reasons: {self.unplanned}",
         ]
         return [line for line in lines if line]

@@ -196,6 +196,13 @@ def test_attention_in_16_bits_is_a_product_of_16_bits_backward_too(tmp_path) -> 
     assert [(one.kind, one.times) for one in found] == [("16-bit products", 2)]
 
 
+def test_a_step_without_operations_that_the_profiler_sees_says_so(tmp_path) -> None:
+    x = tf.constant(X)
+    report = polyamp.profile(lambda: tf.matmul(x, x, transpose_b=True), folder=tmp_path, backend="tensorflow")
+    assert report.shares["host"] == 1
+    assert any("saw no operation" in sentence for sentence in report.sentences())
+
+
 def test_the_layers_of_a_stack_are_added_up(tmp_path) -> None:
     blocks = [torch.nn.Sequential(OrderedDict(linear=torch.nn.Linear(250, 250))) for _ in range(2)]
     model = torch.nn.Sequential(OrderedDict(stack=torch.nn.Sequential(*blocks)))

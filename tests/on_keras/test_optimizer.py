@@ -146,15 +146,15 @@ def test_a_keras_file_keeps_every_field_and_the_slots(load: Any, tmp_path: Path)
     model, x, y = model_and_data()
     opt = wrapped("adam", loss_scale=LossScale(interval=4, hysteresis=2))
     model.compile(opt, "mse")
-    model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+    model.train_on_batch(x, y)
     polyamp.load_loss_scale(opt, polyamp.save_loss_scale(opt) | {"skipped": 7, "good_steps": 2, "hysteresis": 1})
     model.save(tmp_path / "model.keras")
     again = load(tmp_path / "model.keras")
     assert polyamp.save_loss_scale(again.optimizer) == polyamp.save_loss_scale(opt)
     pairs = zip(again.optimizer.variables, opt.variables, strict=True)
     assert all(np.array_equal(to_numpy(one), to_numpy(other)) for one, other in pairs)
-    histories = [m.fit(x, y, batch_size=16, shuffle=False, verbose=0).history["loss"] for m in (model, again)]
-    assert histories[0] == histories[1]
+    losses = [[float(one.train_on_batch(x, y)) for _ in range(2)] for one in (model, again)]
+    assert losses[0] == losses[1]
 
 
 def test_a_keras_file_keeps_master_weights(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`polyamp run` on Keras scripts on TensorFlow: losses as in float32, skipped steps, refusals."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -44,8 +45,13 @@ def fitted(kind: type[keras.Model] = keras.Model) -> tuple[list[float], keras.Mo
     return history["loss"], model
 
 
+@functools.cache
+def in_float32(kind: type[keras.Model]) -> list[float]:
+    return fitted(kind)[0]
+
+
 def test_nothing_is_turned_on_without_a_policy() -> None:
-    full, _ = fitted()
+    full = in_float32(keras.Model)
     with started(None) as session:
         again, model = fitted()
     assert again == full
@@ -55,7 +61,7 @@ def test_nothing_is_turned_on_without_a_policy() -> None:
 
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_fit_matches_float32(policy: str) -> None:
-    full, _ = fitted()
+    full = in_float32(keras.Model)
     with started(policy) as session:
         low, model = fitted()
         assert model.predict(X, verbose=0).dtype == np.float32
@@ -97,24 +103,26 @@ def test_it_compiles_again_and_again() -> None:
         assert session.holders.count(first) == 1
 
 
+class Calls(keras.Model):
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+class Takes(keras.Model):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        import tensorflow as tf
+
+        x, y, *_ = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        grads = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(grads, self.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_a_training_step_of_its_own_may_call_keras_and_takes_no_float16_gradients_itself(policy: str) -> None:
-    import tensorflow as tf
-
-    class Calls(keras.Model):
-        def train_step(self, data: Any) -> Any:
-            return super().train_step(data)
-
-    class Takes(keras.Model):
-        def train_step(self, data: Any) -> dict[str, Any]:
-            x, y, *_ = data
-            with tf.GradientTape() as tape:
-                loss = self.compute_loss(y=y, y_pred=self(x, training=True))
-            grads = tape.gradient(loss, self.trainable_variables)
-            self.optimizer.apply_gradients(zip(grads, self.trainable_variables, strict=True))
-            return {"loss": loss}
-
-    full = [fitted(kind)[0] for kind in (Calls, Takes)]
+    full = [in_float32(kind) for kind in (Calls, Takes)]
     with started(policy):
         np.testing.assert_allclose(fitted(Calls)[0], full[0], rtol=2e-2)
         if policy == "mixed_bfloat16":

@@ -54,13 +54,12 @@ class Conformance:
             scaled.step(random_arrays(seed))
         assert same_bits(plain.weights(), scaled.weights())
 
-    @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
     @pytest.mark.parametrize(
-        ("optimizer", "name", "steps_before"),
-        [("sgd", "O2", 0), ("adam", "O2", 2), ("sgd", "mixed_float16", 2), ("adam", "mixed_float16", 0)],
+        ("optimizer", "name", "steps_before", "value"),
+        [("sgd", "O2", 0, np.inf), ("adam", "O2", 2, -np.inf), ("adam", "mixed_float16", 1, np.nan)],
     )
     def test_overflow_changes_nothing(
-        self, harness: Any, optimizer: Any, value: float, steps_before: int, name: str
+        self, harness: Any, optimizer: Any, name: str, steps_before: int, value: float
     ) -> None:
         session, spared = (harness.start(random_arrays(0), policy(name), optimizer=optimizer) for _ in range(2))
         for seed in range(steps_before):

@@ -126,7 +126,7 @@ class OnFakes(Watcher):  # type: ignore[no-untyped-call]
 
     def _run_on_fakes(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator, also recurrent layers, of whose memory PyTorch's fakes know nothing."""
-        if op is not _CUDNN_BACKWARD:
+        if op is not _CUDNN_BACKWARD or not unstable.is_fake(args[0]):
             out = op(*args, **kwargs)
             return _with_reserve(out, op, args) if op in _RECURRENT and unstable.is_fake(out[0]) else out
         data, weights, hidden, cells, mode, width, layers, is_bidirectional = (

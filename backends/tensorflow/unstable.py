@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from tensorflow.core.framework import attr_value_pb2, graph_pb2, tensor_shape_pb2
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.eager import backprop, context, execute
@@ -35,6 +36,9 @@ from tensorflow.python.framework.errors_impl import InaccessibleTensorError, Not
 from tensorflow.python.ops import array_ops, control_flow_util, custom_gradient, gradients_util
 from tensorflow.python.training import optimizer
 from tensorflow.python.util import nest, tf_decorator
+
+# AutoGraph calls polyamp's functions as they are, as those of TensorFlow and Keras: to convert them takes seconds.
+autograph_config.CONVERSION_RULES = (autograph_config.DoNotConvert("polyamp"), *autograph_config.CONVERSION_RULES)
 
 # Rewriting a graph.
 

@@ -68,7 +68,6 @@ class Training:
         losses = STRATEGY.run(self._on_replica, (x, spoil))
         return STRATEGY.reduce(tf.distribute.ReduceOp.SUM, losses, None)
 
-    @tf.autograph.experimental.do_not_convert  # to convert polyamp's and Keras' functions would take seconds
     def _on_replica(self, x: Any, spoil: Any) -> Any:
         with tf.GradientTape() as tape:
             y = tf.nn.relu(x @ self.weights[0]) @ self.weights[1]

@@ -75,10 +75,12 @@ class Program:
 
     def bytes_saved(self, run: Run) -> int | None:
         """Return the bytes that ``jax.vjp`` keeps for floating-point arguments; None if it fails."""
+
+        def kept(arrays: Sequence[Any]) -> list[Any]:  # leaves: JAX caches the tree of a result, and with it a jaxpr
+            return jax.tree.leaves(self.vjp(run, arrays, self.floating)[1])
+
         try:
-            residuals = jax.tree.leaves(
-                jax.eval_shape(lambda arrays: self.vjp(run, arrays, self.floating)[1], self.arrays)
-            )
+            residuals = jax.eval_shape(kept, self.arrays)
         except Exception:  # as for a while loop; the user's own rules may raise anything
             return None
         return sum(int(leaf.size) * int(leaf.dtype.itemsize) for leaf in residuals)

@@ -191,7 +191,7 @@ def _seconds(run: Run, times: int = 1) -> float:
 
 
 def _once(run: Run) -> float:
-    """Return how long a function takes once it has run before."""
+    """Return the shortest of three times of a function: the first may be longer."""
     return min(map(_seconds, [run] * 3))
 
 
@@ -205,7 +205,10 @@ def _shortest(runs: Sequence[Run]) -> list[float]:
 
 
 def examine(
-    trial: Trial, device: str, report: Callable[[str], object] = str, operations: Iterable[str] = ()
+    trial: Trial,
+    device: str,
+    report: Callable[[str], object] = lambda text: None,
+    operations: Iterable[str] = (),
 ) -> list[dict[str, Any]]:
     """Test operations in every format on a device, and return a finding for each.
 
@@ -274,11 +277,8 @@ def notes_on(device: Mapping[str, Any], findings: Iterable[Mapping[str, Any]]) -
     """Return sentences about a device: what is not simply right, and claims that do not hold."""
     notes = []
     for one in findings:
-        what, format_name, speed = (
-            f"{one['operation']} in {one['format']}",
-            one["format"],
-            one["speed"].get("aligned", 1),
-        )
+        format_name, speed = one["format"], one["speed"].get("aligned", 1)
+        what = f"{one['operation']} in {format_name}"
         if one["why"]:
             notes.append(f"{what} is {one['verdict']}{', ' if one['verdict'] == 'right' else ': '}{one['why']}")
         has_units = format_name in device["fast"]

@@ -116,7 +116,7 @@ class OnFakes(Watcher):  # type: ignore[no-untyped-call]
         self.made: list[weakref.ref[Tensor]] = []
 
     def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
-        """Add the results, which the user's code may keep, to what was made."""
+        """Note the results, which the user's code may keep, and their memory."""
         self.memory.add(tensors([out]))
         self.made += map(weakref.ref, tensors([out]))
 

@@ -57,7 +57,7 @@ class Policy:
             ("name", self.name, isinstance(self.name, str), "a string"),
         ]
         check_arguments("policy", checks, InvalidTypeError)
-        what = "bfloat16 has the range of float32: a dynamic loss scale cannot help it"
+        what = "bfloat16 needs no loss scale: it has the range of float32, so a dynamic one cannot help it"
         allowed = "LossScale.skip_nonfinite(), the default; or LossScale.none(), which checks nothing"
         fits = self.compute != "bfloat16" or not self.loss_scale.dynamic
         check_arguments("policy", [("loss_scale", self.loss_scale, fits, allowed)], what=what)

@@ -173,6 +173,7 @@ def _bad(what: str, where: str, found: str, hint: str = "") -> InvalidValueError
         what,
         where=where,
         found=shown(found),
-        allowed=f"{', '.join(_COMMON)}, and others of docs/reference/policies.md; or params=FORMAT,compute=FORMAT",
+        allowed=f"{', '.join(_COMMON)}, and others of docs/reference/policies.md; or params=FORMAT,compute=FORMAT,"
+        "output=FORMAT",
         fix=f"{hint}{'Else use' if hint else 'use'} one name of a policy, or each key once",
     )

@@ -135,7 +135,7 @@ NONFINITE_LOSS = "the loss was not finite before scaling: a smaller scale cannot
 class StepResult:
     """A step's result: whether it was applied, and the loss scale after it. It is true if the step was applied.
 
-    Before the first step nothing was skipped, so it is true then too.
+    Before the first step it is false, and `reason` says so.
 
     Creating a result costs no host sync; the first access to a property does. Inside a traced function (``jax.jit``,
     ``tf.function``) the properties are the traced values themselves.
@@ -145,6 +145,8 @@ class StepResult:
     >>> result = StepResult(advance(config, config.initial_state(), False))
     >>> bool(result), result.scale, result.skipped_in_a_row, result.reason
     (False, 32768.0, 1, 'gradients were not finite')
+    >>> bool(StepResult(config.initial_state())), StepResult(config.initial_state()).reason
+    (False, 'no step was made yet')
 
     Args:
         state: the loss-scale state after the step.
@@ -169,10 +171,12 @@ class StepResult:
 
         >>> from polyamp import LossScale
         >>> StepResult(LossScale().initial_state()).flag
-        True
+        False
         """
+        if self._applied is not None:
+            return self._applied
         # `< 1`, since `== 0` would compare objects in a TensorFlow 1 graph
-        return self._state.skipped_in_a_row < 1 if self._applied is None else self._applied
+        return (self._state.skipped_in_a_row < 1) & (self._state.steps > 0)
 
     @property
     def applied(self) -> Any:
@@ -194,10 +198,17 @@ class StepResult:
         """The reason why the step was skipped; empty if it was applied."""
         if self:
             return ""
+        if not self.was_skipped:
+            return "no step was made yet"
         more = self._explain() if self._explain else ""
         if more.startswith(NONFINITE_LOSS):
             return more
         return f"gradients were not finite: {more}" if more else "gradients were not finite"
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether there was a step, and it was skipped; a bool. Waits for the device."""
+        return not self and (self._applied is not None or bool(self._state.skipped_in_a_row > 0))
 
     def __bool__(self) -> bool:
         try:

@@ -45,7 +45,7 @@ class LossScaleOptState(_Fields):
     >>> import optax, polyamp
     >>> opt_state = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16").init({"w": jnp.ones(2)})
     >>> float(opt_state.loss_scale), opt_state.last_step
-    (65536.0, StepResult(applied=True, scale=65536.0, skipped_in_a_row=0))
+    (65536.0, StepResult(applied=False, scale=65536.0, skipped_in_a_row=0))
 
     Attributes:
         loss_scale: the scale of the next loss; f32[]. ``optax.tree.get(opt_state, "loss_scale")`` reads it from any
@@ -75,12 +75,12 @@ class LossScaleOptState(_Fields):
 
     @property
     def last_step(self) -> StepResult:
-        """Return what the last step did.
+        """Return what the last step did; under ``LossScale.none()`` every step is applied, and none is counted.
 
         Inside ``jit`` the values are traced, and ``last_step.applied`` can be passed to `select`. Outside they are
         numbers, and reading one waits for the device.
         """
-        return StepResult(self.scalars)
+        return StepResult(self.scalars, None if self.settings.check else True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self.settings, self.compute, tuple(self))
@@ -210,8 +210,8 @@ def check_limits(holder: Any) -> StepResult:
 
     >>> import optax, polyamp
     >>> tx = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16")
-    >>> check_limits(tx.init({"w": jnp.ones(2)})).applied
-    True
+    >>> check_limits(tx.init({"w": jnp.ones(2)})).skipped_in_a_row
+    0
 
     Args:
         holder: a pytree that holds the state of one wrapped optimizer.
@@ -223,7 +223,7 @@ def check_limits(holder: Any) -> StepResult:
     state = find_state(holder)
     scalars = _on_host(state)
     report_limits(state.settings, scalars)
-    return StepResult(scalars)
+    return StepResult(scalars, None if state.settings.check else True)
 
 
 def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:

@@ -305,11 +305,12 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         Raises:
             LossScaleError: from `polyamp.scale.report_limits`.
         """
+        applied = None if self.scaler.settings.check else True  # unchecked steps are not counted
         if platform_of(self.scaler.variables.dynamic_scale) is None:
-            return StepResult(self.scaler.state)
+            return StepResult(self.scaler.state, applied)
         state = self.scaler.host_state
         report_limits(self.scaler.settings, state)
-        return StepResult(state, explain=self.scaler.losses.why)
+        return StepResult(state, applied, explain=self.scaler.losses.why)
 
     def get_config(self) -> dict[str, Any]:
         """Return the arguments as JSON values, Keras' and polyamp's, for `from_config` and ``.keras`` files."""

@@ -75,6 +75,7 @@ class LossScaler(tf.Module):
         self.settings = chosen.in_float32()
         self.compute = None if isinstance(settings, LossScale) else make_policy(settings).compute
         self._losses = ScaledLosses()
+        self._applied = None if self.settings.check else True  # unchecked steps are not counted
         self.max_grad_norm = norm_limit(max_grad_norm, "LossScaler")
         names = ("loss_scale", *LossScaleState._fields[1:])
         self.scalars = list(map(_new_scalar, names, self.settings.initial_state()))
@@ -197,7 +198,7 @@ class LossScaler(tf.Module):
             LossScaleError: from `polyamp.scale.report_limits`.
         """
         if not tf.executing_eagerly():
-            return StepResult(self._tensors())
+            return StepResult(self._tensors(), self._applied)
         return self._host_result()
 
     def load_loss_scale(self, saved: Mapping[str, Any]) -> None:
@@ -252,7 +253,7 @@ class LossScaler(tf.Module):
         if tf.executing_eagerly() and _is_on_cpu(state.scale):
             return self._host_result()
         with after(operations):
-            return StepResult(LossScaleState(*map(tf.identity, state)))
+            return StepResult(LossScaleState(*map(tf.identity, state)), self._applied)
 
     def _tensors(self) -> LossScaleState:
         return LossScaleState(*map(tf.convert_to_tensor, self.scalars))
@@ -260,7 +261,7 @@ class LossScaler(tf.Module):
     def _host_result(self) -> StepResult:
         state = self.host_state
         report_limits(self.settings, state)
-        return StepResult(state, explain=self._losses.why)
+        return StepResult(state, self._applied, explain=self._losses.why)
 
 
 def _new_scalar(name: str, value: float) -> tf.Variable:

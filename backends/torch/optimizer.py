@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
 Groups = list[dict[str, Any]]
 _OF_BACKWARD = ("gradient", "retain_graph", "create_graph", "inputs")
+_OF_GRAD = ("grad_outputs", "retain_graph", "only_inputs", "allow_unused", "is_grads_batched", "materialize_grads")
 
 
 class LossScaledOptimizer(torch.optim.Optimizer):
@@ -192,7 +193,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped. Reading it costs a sync if the device decided."""
-        return not self.last_step.applied
+        return self.last_step.was_skipped
 
     @property
     def checks(self) -> bool:
@@ -250,7 +251,9 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.scale(loss, loss_id).backward(**options)
 
     @not_traced
-    def unscaled_grad(self, loss: Tensor, inputs: Tensor | Sequence[Tensor], **options: Any) -> tuple[Any, ...]:
+    def unscaled_grad(
+        self, loss: Tensor, inputs: Tensor | Sequence[Tensor], *, create_graph: bool = True, **options: Any
+    ) -> tuple[Any, ...]:
         """Return unscaled gradients of a scaled loss, for a gradient penalty. The parameters' ``grad`` stays unchanged.
 
         >>> weight = torch.tensor([3.0], requires_grad=True)
@@ -263,10 +266,18 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         Args:
             loss: floating-point scalar.
             inputs: tensors to differentiate by.
-            **options: options of ``torch.autograd.grad``; ``create_graph=True`` is the default.
+            create_graph: keep the graph of the gradients, so that a penalty can be differentiated. False is for
+                gradients that are only numbers, such as those of cached representations.
+            **options: other options of ``torch.autograd.grad``.
+
+        Raises:
+            UnsupportedError: ``torch.autograd.grad`` has no such option.
         """
+        unknown = sorted(options.keys() - set(_OF_GRAD))
+        if unknown:
+            raise unknown_options(unknown, ("create_graph", *_OF_GRAD), where="opt.unscaled_grad(loss, inputs)")
         (one,), scaler = losses_in(loss), self.scaler
-        scaled: Any = torch.autograd.grad(scaler.multiply(one), inputs, **{"create_graph": True, **options})
+        scaled: Any = torch.autograd.grad(scaler.multiply(one), inputs, create_graph=create_graph, **options)
         inverse = scaler.inverse(scaler.state.scale)
         return tuple(None if grad is None else grad.float() * inverse.to(grad.device) for grad in scaled)
 

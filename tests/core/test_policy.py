@@ -106,6 +106,7 @@ def test_any_policy_survives_its_text_and_its_dict(
         ("p=f32,,c=f16", "blank"),
         ("=f16", "blank"),
         ("dtype=f16", "unknown policy key 'dtype'"),
+        ("dtype=f16", "compute=FORMAT,output=FORMAT"),
         ("p=f12", "unknown number format"),
         ('fp16 {"rules": 3', "not a JSON object"),
         ('fp16 {"colour": 3}', "unknown policy settings colour"),

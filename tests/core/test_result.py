@@ -29,6 +29,12 @@ def test_says_what_happened(trace: tuple[bool, ...], applied: bool, scale: float
     assert (bool(made), made.applied, made.scale, made.skipped_in_a_row) == (applied, applied, scale, skips)
     assert bool(made.reason) is not applied
     assert f"applied={applied}" in repr(made)
+    assert made.was_skipped is not applied
+
+
+def test_before_the_first_step_none_is_claimed() -> None:
+    made = result()
+    assert (bool(made), made.applied, made.was_skipped, made.reason) == (False, False, False, "no step was made yet")
 
 
 class Watched(float):

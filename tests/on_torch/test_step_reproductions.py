@@ -642,6 +642,17 @@ def penalizes_true_gradients(wrap: Any, p: Any) -> None:
 
 
 @right
+def trains_through_cached_representations(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    encoded = 2 * p.float()
+    cached = encoded.detach().requires_grad_()
+    (grad,) = opt.unscaled_grad((cached**2).sum(), [cached], create_graph=False)
+    assert not grad.requires_grad
+    opt.backward(S(grad.to(encoded.dtype) * encoded))
+    opt.step()
+
+
+@right
 def freezes_and_adds_parameters(wrap: Any, p: Any, q: Any, r: Any) -> None:
     opt = wrap(sgd(p, q, momentum=0.5))
     for turn in range(4):

@@ -153,3 +153,18 @@ def test_counters_stay_at_their_limit(framework: str) -> None:
         (state,) = STATES[framework](config, [finite], full)
         assert bits(state) == bits(advance(config, full, finite))
         assert set(on_host(state)[4:6]) == {2**31 - 1}
+
+
+LAST_STEPS: dict[str, Callable[[str], polyamp.StepResult]] = {
+    "torch": lambda name: polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(1, requires_grad=True)]), name).last_step,
+    "jax": lambda name: polyamp.wrap_optimizer(optax.sgd(0.1), name).init({"w": jnp.ones(1)}).last_step,
+    "keras": lambda name: polyamp.wrap_optimizer(keras.optimizers.SGD(0.1), name).last_step,
+    "tensorflow": lambda name: LossScaler(name).last_step,
+}
+
+
+@pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("framework", LAST_STEPS)
+def test_no_step_is_claimed_before_the_first(framework: str, name: str) -> None:
+    last = LAST_STEPS[framework](name)
+    assert (bool(last), last.was_skipped, last.reason) == (False, False, "no step was made yet")

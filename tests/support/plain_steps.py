@@ -49,8 +49,8 @@ class PlainOptimizer:
     def backward(self, loss: Tensor, loss_id: Hashable = None, **options: Any) -> None:
         self.scale(loss).backward(**options)
 
-    def unscaled_grad(self, loss: Tensor, inputs: Any) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(loss, inputs, create_graph=True)
+    def unscaled_grad(self, loss: Tensor, inputs: Any, create_graph: bool = True) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(loss, inputs, create_graph=create_graph)
 
     def unscale_(self, *, scaled: bool | None = None) -> None:
         pass

@@ -61,7 +61,7 @@ def test_an_average_stands_still_in_skipped_steps(on_device: bool) -> None:
     assert average["weight"].tolist() == [-0.25, -0.25]
 
 
-@pytest.mark.parametrize("applied", [True, torch.tensor(True), StepResult(LossScale().initial_state())])
+@pytest.mark.parametrize("applied", [True, torch.tensor(True), StepResult(LossScale().initial_state(), True)])
 def test_select_takes_flags_of_every_kind(applied: object) -> None:
     assert torch.equal(select(applied, torch.ones(2), torch.zeros(2)), torch.ones(2))
 

@@ -12,7 +12,7 @@ The flow rule goes forward, so it does not know what becomes of a value. Three p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from polyamp.flow import ACCUMULATES, READ_IN_FULL
@@ -20,8 +20,9 @@ from polyamp.flow import ACCUMULATES, READ_IN_FULL
 DIVIDES = "a constant divisor"
 
 _MOVES = frozenset({"reshape", "broadcast", "transpose", "slice", "gather", "identity", "cast", "neg", "where"})
-AFFINE = _MOVES | {"add", "sub", "mul", "div", "lerp", "addcmul"}
-_LINEAR = AFFINE | {"avg_pool", "sum", "mean", "matmul", "conv", "einsum"}  # in one input, if the others are constants
+_AFFINE = _MOVES | {"add", "sub", "mul", "div", "lerp", "addcmul"}
+_KEEPING = _AFFINE | {"clip", "maximum", "minimum", "scatter", "scatter_add", "concat", "stack"}
+_LINEAR = _AFFINE | {"avg_pool", "sum", "mean", "matmul", "conv", "einsum"}  # in one input, if the others are constants
 _LOGARITHMS = frozenset({"log", "log2", "log10", "reciprocal", "rsqrt"})
 _PASSING = frozenset({"follow", "neutral", "promote"})
 
@@ -40,7 +41,7 @@ def look(
     *,
     results: Collection[Hashable],
     constants: Collection[Hashable],
-    written: Mapping[Hashable, Hashable],
+    written: Mapping[Hashable, Collection[Hashable]],
 ) -> dict[Hashable, str]:
     """Return what the readers of values ask of these: `READ_IN_FULL`, `ACCUMULATES` or `DIVIDES`.
 
@@ -48,7 +49,7 @@ def look(
         reads: the operations of a graph, in their order.
         results: the values that the graph returns; what becomes of them is not known.
         constants: the values that are constants, or made of constants alone.
-        written: for each state that the graph writes, as a value that is read, the value that is written.
+        written: for each state, as a value that is read, the values that may be its new ones.
     """
     variable = [read._replace(inputs=[value for value in read.inputs if value not in constants]) for read in reads]
     found = dict.fromkeys(_divisors(reads, constants), DIVIDES)
@@ -98,27 +99,28 @@ def _differences(reads: Sequence[Read]) -> set[Hashable]:
     return differences
 
 
-def _accumulated(reads: Sequence[Read], written: Mapping[Hashable, Hashable]) -> set[Hashable]:
+def _accumulated(reads: Sequence[Read], written: Mapping[Hashable, Collection[Hashable]]) -> set[Hashable]:
     """Return the values between what is read of each state and what is written to it."""
-    readers: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for index, read in enumerate(reads if written else ()):
-        if read.operation in AFFINE:
+    makers: defaultdict[Hashable, list[Hashable]] = defaultdict(list)
+    readers: defaultdict[Hashable, list[Hashable]] = defaultdict(list)
+    for read in reads if written else ():
+        if read.operation in _KEEPING:
             for value in read.inputs:
-                readers[value].append(index)
+                readers[value] += read.outputs
+            for value in read.outputs:
+                makers[value] += read.inputs
     found: set[Hashable] = set()
-    for state, last in written.items():
-        made, after = {state}, {state}  # of the state by affine work
-        chain = set[int]()
-        while after:
-            new = {index for value in after for index in readers[value]} - chain
-            chain |= new
-            after = {value for index in new for value in reads[index].outputs} - made
-            made |= after
-        if last == state or last not in made:
-            continue
-        between = {last}
-        for index in sorted(chain, reverse=True):
-            if not between.isdisjoint(reads[index].outputs):
-                between.update(value for value in reads[index].inputs if value in made)
-        found |= between - {state}
+    for state, new in written.items():
+        made = _reached([state], readers)
+        found |= (_reached(made.intersection(new) - {state}, makers) & made) - {state}
+    return found
+
+
+def _reached(start: Iterable[Hashable], edges: Mapping[Hashable, Sequence[Hashable]]) -> set[Hashable]:
+    found, left = set[Hashable](), list(start)
+    while left:
+        value = left.pop()
+        if value not in found:
+            found.add(value)
+            left += edges.get(value, ())
     return found

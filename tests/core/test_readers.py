@@ -63,12 +63,13 @@ def test_a_product_that_is_returned_is_not_held() -> None:
     [
         (("o = mul k s", "n = mul k y", "e = add o n"), "o e"),
         (("d = sub y s", "n = mul k d", "e = add s n"), "d n e"),
+        (("o = mul k s", "c = clip o", "e = scatter c y"), "o c e"),
         (("o = exp s", "e = add o y"), ""),
         (("e = mul k y",), ""),
     ],
 )
 def test_what_is_between_a_state_and_what_is_written_to_it_accumulates(program: tuple[str, ...], between: str) -> None:
-    found = look(reads(*program), results=[], constants=["k"], written={"s": "e"})
+    found = look(reads(*program), results=[], constants=["k"], written={"s": ["e"]})
     assert {value for value, reason in found.items() if reason == ACCUMULATES} == set(between.split())
 
 

@@ -18,9 +18,10 @@ from polyamp.backends.jax.graphs.cells import FLOAT32, is_inexact
 from polyamp.backends.jax.operations import canonical
 from polyamp.numbering import Numbering
 from polyamp.operations import OPERATIONS
-from polyamp.readers import AFFINE, Read, look
+from polyamp.readers import Read, look
 
 _CALLS = frozenset({"jit", "closed_call", "remat2", "remat_opt", "custom_jvp_call", "custom_vjp_call"})
+_PASSING_ON = frozenset({"scan", "cond"})  # their programs take the last of their arguments and return all results
 _LITERAL = "a literal"
 
 
@@ -50,8 +51,7 @@ class Values:
                 self._add(self._apart[key])
         atoms = {value for read in self._reads for value in read.inputs if value is not _LITERAL}
         constants = {_LITERAL, *filter(self.is_constant, atoms)}
-        written = _written(closed, states, self._reads)
-        self._asked = look(self._reads, results=self._results, constants=constants, written=written)
+        self._asked = look(self._reads, results=self._results, constants=constants, written=_written(closed, states))
 
     def operation(self, equation: Any) -> str:
         """Return the canonical name of an operation: a ``mul`` of equal values is a ``square``."""
@@ -104,10 +104,10 @@ class Values:
         name, inner = equation.primitive.name, unstable.opened(parts[0])[0]
         new = [self.numbering.new(_shape(variable)) for variable in equation.outvars]
         is_call = name in _CALLS and len(inner.invars) == len(inputs)
-        if is_call:
-            self._pass_on(equation.invars, inner.invars)
-        else:
+        if not is_call:
             self._read("", "keep", equation.invars, equation.outvars)
+        for part in parts if is_call or name in _PASSING_ON else ():
+            self._pass_on(equation.invars[-len(unstable.opened(part)[0].invars) :], unstable.opened(part)[0].invars)
         if is_call and self._times[id(parts[0])] == 1 and not self._is_repeated(parts[0]):
             self._numbers.update(zip(inner.invars, inputs, strict=True))
             self._walk(parts[0])
@@ -116,6 +116,8 @@ class Values:
             if name.startswith("custom_"):
                 return [self.numbering.of("custom derivative", [number], id(equation)) for number in numbers]
             return numbers if len(numbers) == len(new) else new
+        for part in parts if is_call or name in _PASSING_ON else ():  # a state may be written through them
+            self._pass_on(unstable.opened(part)[0].outvars, equation.outvars)
         self._apart.update({id(part): part for part in parts})
         if name != "jit" or equation.effects:
             return new
@@ -165,15 +167,9 @@ def _floating(atoms: Sequence[Any]) -> list[Any]:
     return [atom for atom in atoms if is_inexact(unstable.dtype_in(atom))]
 
 
-def _written(closed: Any, states: Sequence[bool], reads: Sequence[Read]) -> dict[Any, Any]:
-    """Return the results that are affine functions of a state, by this state; both have one shape."""
+def _written(closed: Any, states: Sequence[bool]) -> dict[Any, list[Any]]:
+    """Return, for each argument that may be a state, the results that may be its new value: those of its shape."""
     jaxpr, _ = unstable.opened(closed)
     returned = [atom for atom in jaxpr.outvars if unstable.dtype_in(atom) == FLOAT32 and unstable.is_variable(atom)]
-    shapes = set(map(_shape, returned))
-    arguments = zip(jaxpr.invars, states, strict=False)
-    made = {one: {one} for one, is_state in arguments if is_state and _shape(one) in shapes and _floating([one])}
-    for read in reads if made else ():
-        for output in read.outputs if read.operation in AFFINE else ():
-            of = {state for value in read.inputs for state in made.get(value, ()) if _shape(state) == _shape(output)}
-            made |= {output: of} if of else {}
-    return {state: atom for atom in returned for state in made.get(atom, ())}
+    arguments = [one for one, is_state in zip(jaxpr.invars, states, strict=False) if is_state and _floating([one])]
+    return {one: [atom for atom in returned if _shape(atom) == _shape(one)] for one in arguments}

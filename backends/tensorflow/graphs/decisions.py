@@ -15,6 +15,7 @@ from polyamp.backends.tensorflow.devices import device_of, lowerable
 from polyamp.backends.tensorflow.graphs.graph import (
     FLOAT32,
     FLOATING,
+    READS,
     Graph,
     Node,
     Places,
@@ -28,7 +29,6 @@ from polyamp.backends.tensorflow.graphs.parts import parts_of
 from polyamp.backends.tensorflow.graphs.values import (
     HANDLED,
     KNOWN_CARRIED,
-    READS,
     VARIANT,
     Known,
     decide_list,
@@ -219,6 +219,9 @@ class Pass:
             self.program.lists.keep(known.held for known in self.inputs_of(node))
         if node.name in self.parts.update and not is_list(node):
             return self.as_written(node, "updates variables", _UPDATE)
+        is_averaging = node.name in self.parts.averaging and node.called
+        if is_averaging and not self.program.has_products(node.called):
+            return self.as_written(node, "updates its own variable", _UPDATE)
         if is_list(node):
             return decide_list(self, node)
         if node.op in _SPECIAL:

@@ -38,6 +38,8 @@ FLOAT32: int = tf.float32.as_datatype_enum
 FLOATING: frozenset[int] = frozenset(
     kind.as_datatype_enum for kind in (tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.complex64, tf.complex128)
 )
+READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
+"""Operations that return the same until the variable is written. A read after a write waits for it."""
 
 
 class Port(NamedTuple):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from polyamp.backends.tensorflow.graphs.graph import (
     FINITE,
     FLOATING,
+    READS,
     UPDATE_SCOPE,
     Graph,
     Node,
@@ -116,19 +117,21 @@ def _sums_of_gradients(graph: Graph, update: set[str], consumers: Mapping[str, l
 
 
 def _writes_number(node: Node) -> bool:
-    return node.op.startswith("Assign") and node.op.endswith("VariableOp") and node.input_ports[1].dtype in FLOATING
+    """Return whether a node writes a variable, or some of its elements: what it writes is its last input."""
+    is_write = node.op.startswith(("Assign", "ResourceScatter", "ResourceStridedSliceAssign"))
+    return is_write and len(node.inputs) > 1 and node.input_ports[-1].dtype in FLOATING
 
 
 def _paths(graph: Graph, write: Node, before: set[str], consumers: Mapping[str, list[Node]]) -> list[Node]:
     """Return the nodes on paths from a variable's reads to a write of it that no gradient follows."""
-    handle, value = write.inputs[:2]
-    last = graph.maker.get(value)
+    handle, last = write.inputs[0], graph.maker.get(write.inputs[-1])
     makers = closure(
         [last] if last else [],
         lambda node: (one for one in _made_by(graph, node) if one.name not in before),
     )
-    reads = {node for node in makers if node.op == "ReadVariableOp" and node.inputs[0] == handle}
-    return list(closure(reads, lambda node: makers.intersection(consumers[node.name])) - reads)
+    readers = {node for node in makers if handle in node.inputs and (node.op in READS or node.called)}
+    path = closure(readers, lambda node: makers.intersection(consumers[node.name]))
+    return [node for node in path if node.op not in READS]
 
 
 def _is_average(write: Node, path: Iterable[Node]) -> bool:
@@ -159,7 +162,7 @@ def guarded(graph: Graph, averages: Sequence[Node], decided: Sequence[Node], wri
 
 def _read(name: str, handle: str, controls: Sequence[str], average: Node) -> Any:
     node = NodeDef(name=name, op="ReadVariableOp", input=[handle, *(f"^{one}" for one in controls)])
-    node.device, node.attr["dtype"].type = average.definition.device, average.input_ports[1].dtype
+    node.device, node.attr["dtype"].type = average.definition.device, average.input_ports[-1].dtype
     return node
 
 
@@ -171,7 +174,7 @@ def _restoring(average: Node, handle: str, applied: str, users: Sequence[str]) -
     chosen = NodeDef(name=f"{name}/polyamp_chosen", op="SelectV2", input=values, device=device)
     restored = NodeDef(name=f"{name}/polyamp_restored", op="AssignVariableOp", device=device)
     restored.input.extend([handle, f"{chosen.name}:output:0"])
-    chosen.attr["T"].type = restored.attr["dtype"].type = average.input_ports[1].dtype
+    chosen.attr["T"].type = restored.attr["dtype"].type = average.input_ports[-1].dtype
     return [after, chosen, restored]
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.devices import lowerable
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, Graph, Node
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, READS, Graph, Node
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.flow import CARRIED, INPUT, TABLE, WEAK, Value
 from polyamp.numbering import Numbering
@@ -228,9 +228,6 @@ def _value_of_variable(variable: Any, decider: Decider) -> Value:
 _MOVED = ("DeepCopy", "Identity", "Snapshot")
 _CHECKED = ("CheckNumerics", "EnsureShape", "PreventGradient", "StopGradient")
 """Operations that return what they take, and do more than this, so a cast of their input cannot stand for theirs."""
-
-READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
-"""Operations that return the same until the variable is written. A read after a write waits for it."""
 
 
 def numbered(

@@ -159,7 +159,7 @@ class Pass:
         for node in nodes:
             for state in {name for one in self.aliases.changed[node] for name in self.aliases.names(one)}:
                 if state.op in ("placeholder", "get_attr") and native_name(node) in ("copy_", "setitem"):
-                    written[state] = node.args[-1]
+                    written[state] = [node.args[-1]]
         return look(
             [self._read(node) for node in nodes if node.op.startswith("call")],
             results={*filter(self.aliases.is_touched, nodes), *self.module.graph.output_node().all_input_nodes},

@@ -67,7 +67,19 @@ STATES: dict[str, Callable[[Any, Any], Any]] = {
     "by a step": lambda s, y: s + (y - s) * 0.001,
     "stopped": lambda s, y: s - 0.001 * (s - lax.stop_gradient(y)),
     "in jit": jax.jit(lambda s, y: jnp.where(y.sum() > 0, 0.999 * s + 0.001 * y, s)),
+    "clipped": lambda s, y: jnp.clip(0.999 * s + 0.001 * y, 0, 10),
+    "flat": lambda s, y: (0.999 * s.reshape(-1) + 0.001 * y.reshape(-1)).reshape(8, 8),
+    "in two parts": lambda s, y: jnp.concatenate([_average(s[:4], y[:4]), _average(s[4:], y[4:])]),
+    "by rows": lambda s, y: lax.fori_loop(0, 8, lambda i, s: s.at[i].set(0.999 * s[i] + 0.001 * y[i]), s),
+    "a row": lambda s, y: s.at[0].set(0.999 * s[0] + 0.001 * y[0]).at[1:].set(0.999 * s[1:] + 0.001 * y[1:]),
+    "in a scan": lambda s, y: lax.scan(lambda _, pair: (None, 0.999 * pair[0] + 0.001 * pair[1]), None, (s, y))[1],
+    "in a branch": lambda s, y: lax.cond(y.sum() > 0, lambda: 0.999 * s + 0.001 * y, lambda: s),
 }
+
+
+@jax.jit
+def _average(s: Any, y: Any) -> Any:
+    return 0.999 * s + 0.001 * y
 
 
 @pytest.mark.parametrize("policy", [BF16, F16])

@@ -1,6 +1,7 @@
 """`polyamp.rewrite` of steps with control flow, custom derivatives, foreign functions and mixed types."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -75,14 +76,29 @@ def test_under_xla(name: str) -> None:
     assert fast.get_concrete_function(X).function_def.attr["_XlaMustCompile"].b
 
 
+_moved = tf.function(lambda average, y: 0.999 * average + 0.001 * y)
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "assigned": lambda average, y: average.assign(0.999 * average + 0.001 * y),
+    "by a step": lambda average, y: average.assign_sub(0.001 * (average - y)),
+    "a row": lambda average, y: average[0].assign(0.999 * average[0] + 0.001 * y[0]),
+    "scattered": lambda average, y: average.scatter_nd_update([[0]], [0.999 * average[0] + 0.001 * y[0]]),
+    "gathered": lambda average, y: average.scatter_update(
+        tf.IndexedSlices(0.999 * tf.gather(average, [0]) + 0.001 * y[:1], [0])
+    ),
+    "in a function of a variable": lambda average, y: average.assign(_moved(average, y)),
+    "in a function": lambda average, y: average.assign(_moved(average.read_value(), y)),
+}
+
+
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_moving_average_of_a_product_moves_as_in_float32(policy: str) -> None:
+@pytest.mark.parametrize("write", WRITES)
+def test_a_moving_average_of_a_product_moves_as_in_float32(write: str, policy: str) -> None:
     """In 16 bits a change of a thousandth is less than half a unit in the last place."""
     average = tf.Variable(tf.ones((6, 8)))
 
     def step(x: Any) -> Any:
         y = x @ W
-        average.assign(0.999 * average + 0.001 * y)
+        WRITES[write](average, y)
         return y
 
     fast = rewritten(step, policy)

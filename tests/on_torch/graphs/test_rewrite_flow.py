@@ -186,6 +186,8 @@ STATE = torch.ones(4, 8)
         lambda s, y: s.__setitem__(slice(None), s + (y - s) * 0.01),
         lambda s, y: s.data.copy_(torch.lerp(s, y, 0.01)),
         lambda s, y: s.mul_(0.99).add_(y, alpha=0.01),
+        lambda s, y: s.copy_((0.99 * s + 0.01 * y).clamp(0, 10)),
+        lambda s, y: s.copy_(torch.maximum(0.99 * s + 0.01 * y, 0.5 * s)),
     ],
 )
 def test_a_state_that_is_written_accumulates(write: Callable[[Tensor, Tensor], Any]) -> None:

@@ -37,7 +37,7 @@ def without_constants(closed: Any) -> tuple[Any, Sequence[Any]]:
     if not constants:
         return jaxpr, ()
     count = len(constants)
-    specs = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in jaxpr.invars]  # type: ignore[no-untyped-call]
+    specs = [var.aval.update(weak_type=False) for var in jaxpr.invars]
     again = jax.make_jaxpr(lambda *args: jax.core.eval_jaxpr(jaxpr, args[:count], *args[count:]))(*constants, *specs)
     return opened(again)[0], constants
 

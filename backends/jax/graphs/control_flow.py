@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from polyamp.backends.jax import unstable
@@ -193,25 +195,35 @@ def while_loop(run: Interpreter, equation: Any, cells: list[Cell], path: str) ->
     """Run a ``while`` with its condition and body under the flow rule."""
     params = equation.params
     for_condition, for_body, carried = _split(cells, params["cond_nconsts"], params["body_nconsts"])
+    is_per_example = bool(params["cond_jaxpr"].out_avals[0].shape)  # by `jax.vmap`
 
     def loop(run: Interpreter, models: Sequence[Cell], found: list[Cell]) -> Sequence[Any]:
         planned = _planning(run)
 
-        def condition(carry: Sequence[Any]) -> Any:
+        def going_on(carry: Sequence[Any]) -> Any:
             with planned():
                 inputs = [cell.within() for cell in for_condition] + around(models, carry)
                 return run.looped().run(params["cond_jaxpr"], inputs, path)[0].array
 
+        def condition(carry: Sequence[Any]) -> Any:
+            return jnp.any(going_on(carry)) if is_per_example else going_on(carry)
+
         def body(carry: Sequence[Any]) -> Sequence[Any]:
+            on = going_on(carry) if is_per_example else None
             inputs = [cell.within() for cell in for_body] + around(models, carry)
             found[:] = run.looped().run(params["body_jaxpr"], inputs, path)
-            return _ending_in(models, found)
+            return [_select(on, *pair) for pair in zip(_ending_in(models, found), carry, strict=True)]
 
         last: Sequence[Any] = lax.while_loop(condition, body, _ending_in(models, carried))
         return last
 
     models = _models(run, equation, cells, carried, path, loop)
     return around(models, loop(run, models, []))
+
+
+def _select(on: Any, new: Any, old: Any) -> Any:
+    """Return the new state of the examples that go on, and the old state of those that are done."""
+    return new if on is None else lax.select(lax.broadcast_in_dim(on, np.shape(new), range(np.ndim(on))), new, old)
 
 
 def _models(

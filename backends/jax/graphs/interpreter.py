@@ -135,7 +135,8 @@ class Interpreter:
 
     def call(self, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
         """Trace a function that returns a list of arrays, at the declared types, and run it."""
-        specs = [jax.ShapeDtypeStruct(np.shape(cell.array), cell.declared) for cell in cells]  # type: ignore[no-untyped-call]
+        # An array inside `jax.shard_map` varies along some axes of the mesh, and its type says so.
+        specs = [jax.typeof(cell.array).update(dtype=cell.declared, weak_type=False) for cell in cells]
         closed, own = jax.make_jaxpr(function)(*specs), copy(self)
         own.values = Values(closed, self.repeats.is_repeated)
         return own.run(closed, cells, path)

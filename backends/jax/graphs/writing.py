@@ -120,8 +120,8 @@ def _computed(taken: Taken, values: dict[int, Any], originals: dict[int, Any]) -
     known = {id(leaf): values[id(leaf)] for leaf in taken.leaves}
     if taken.is_anew or id(taken.cell) in known:
         return _value(taken.cell, {key: _with_gradient(array, originals.get(key)) for key, array in known.items()})
-    own = _value(taken.cell, {key: lax.stop_gradient(array) for key, array in known.items()})
-    return _with_gradient(own, originals.get(id(taken.cell)))
+    # The gradient does not go to the leaves, unless JAX transposes this: then the value is linear, such as a tangent.
+    return _with_gradient(_value(taken.cell, known), originals.get(id(taken.cell)))
 
 
 def _value(cell: Cell, known: dict[int, Any]) -> Any:

@@ -1,5 +1,6 @@
 """autocast over four devices, run by test_devices.py in a process that has eight."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import polyamp
 from support.jax_scenarios import MLP, assert_close, dots, mlp, normal
 from support.jax_scenarios import quickly_compiled as quickly_compiled
 
-X = normal(4, 8, 8)
+X, W = normal(4, 8, 8), normal(5, 8, 8, scale=0.3)
 BF16 = "mixed_bfloat16"
 
 
@@ -34,6 +35,69 @@ def test_shard_map(inside: bool, check_vma: bool) -> None:
     mixed = jax.jit(jax.grad(mapped if inside else polyamp.autocast(mapped, BF16)))
     assert dots(mixed, MLP, X) == [{"bfloat16"}] * 5
     assert_close(jax.device_get(mixed(MLP, X)), jax.device_get(jax.grad(mlp)(MLP, X)), BF16)
+
+
+def with_jvp(value: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+    own = jax.custom_jvp(lambda x: value(x))
+    own.defjvp(lambda primals, tangents: (value(*primals), rule(*primals, *tangents)))
+    return own
+
+
+def linear(collective: Callable[..., Any]) -> Callable[..., Any]:
+    return with_jvp(collective, lambda x, t: collective(t))
+
+
+def with_vjp(value: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    own = jax.custom_vjp(lambda x: value(x))
+    own.defvjp(lambda x: (value(x), forward(x)), lambda kept, g: (backward(kept, g),))
+    return own
+
+
+def root(y: Any) -> Any:
+    target, one = y.mean(), jnp.ones_like(y.mean())
+    solve = lambda f, z: lax.fori_loop(0, 10, lambda _, z: z - f(z) / (3 * z**2 + 1), z)  # noqa: E731
+    return lax.custom_root(lambda z: z**3 + z - target, one, solve, lambda g, b: b / g(one))
+
+
+RAMP = np.linspace(0, 1, 8, dtype=np.float32)
+SWAPPED = [(0, 1), (1, 0), (2, 3), (3, 2)]
+OWN_RULES: dict[str, Callable[..., Any]] = {
+    **{name: getattr(jax.nn, name) for name in ("relu", "relu6", "softplus", "silu", "log_sigmoid")},
+    "logaddexp": lambda y: jnp.logaddexp(y, 0.3),
+    "sinc": jnp.sinc,
+    "xlog1py": lambda y: jax.scipy.special.xlog1py(y, jnp.abs(y)),
+    "custom_root": root,
+    "straight through": with_vjp(jnp.round, lambda x: None, lambda kept, g: g),
+    "constants in custom_vjp": with_vjp(
+        lambda x: jnp.sin(x) * RAMP, lambda x: x * 2.0, lambda kept, g: jnp.where(kept > 9, 1.0, g * jnp.cos(kept / 2))
+    ),
+    "constants in custom_jvp": with_jvp(lambda x: jnp.sin(x) * RAMP, lambda x, t: t * jnp.cos(x) * RAMP),
+    "in checkpoint": jax.checkpoint(lambda y: jax.nn.relu(y * RAMP)),
+    "in scan": lambda y: lax.scan(lambda c, _: (jax.nn.relu(c + 0.1), None), y, None, length=3)[0],
+    "psum": linear(lambda x: lax.psum(x, "data")),
+    "pcast": linear(lambda x: lax.pcast(lax.psum(x, "data"), "data", to="varying")),
+    "ppermute": linear(lambda x: lax.ppermute(x, "data", SWAPPED)),
+    "all_gather": linear(lambda x: lax.all_gather(x, "data")),
+}
+
+
+@pytest.mark.parametrize(("name", "inside"), [(name, place % 2 > 0) for place, name in enumerate(OWN_RULES)])
+def test_own_derivatives_in_shard_map(name: str, inside: bool) -> None:
+    """An array varies along the axes that it varied along before, also in the rule: ``check_vma`` is JAX's default."""
+
+    def loss(w: Any, x: Any) -> Any:
+        y = OWN_RULES[name](x @ w)
+        return (y * jnp.cos(jnp.arange(y.size).reshape(y.shape))).sum()
+
+    def gradient(loss: Any) -> Any:
+        specs = {"mesh": mesh(), "in_specs": (P(), P("data"))}
+        if inside:
+            return jax.shard_map(jax.grad(loss, (0, 1)), out_specs=specs["in_specs"], **specs)
+        mapped = jax.shard_map(lambda w, x: lax.psum(loss(w, x), "data"), out_specs=P(), **specs)
+        return jax.grad(mapped, (0, 1))
+
+    mixed, plain = (jax.jit(gradient(f))(W, X) for f in (polyamp.autocast(loss, "mixed_float16"), loss))
+    assert_close(jax.device_get(mixed), jax.device_get(plain), "mixed_float16")
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -164,6 +165,65 @@ def test_while() -> None:
     assert_close(mixed(W, X), bounded_while(W, X), BF16)
     tangents = jax.jvp(lambda w: mixed(w, X)[0], (W,), (W,))
     assert_close(tangents, jax.jvp(lambda w: bounded_while(w, X)[0], (W,), (W,)), BF16)
+
+
+def halved(x: jax.Array, limit: Any = 1.0) -> jax.Array:
+    return lax.while_loop(lambda y: jnp.abs(y).max() > limit, lambda y: y * 0.5, x)
+
+
+def counted(x: jax.Array) -> jax.Array:
+    """Carry a count, a flag and a key beside the values."""
+
+    def body(carry: Any) -> Any:
+        y, count, flag, key = carry
+        key, own = jax.random.split(key)
+        return y * 0.75 - 1e-2 * jax.random.uniform(own, y.shape), count + 1, ~flag, key
+
+    def is_large(carry: Any) -> jax.Array:
+        return (jnp.abs(carry[0]).max() > 0.7) & (carry[1] < 30)
+
+    y, count, flag, key = lax.while_loop(is_large, body, (x, 0, True, jax.random.key(3)))
+    return y * count + flag + jax.random.uniform(key)
+
+
+def nested_whiles(x: jax.Array) -> jax.Array:
+    return lax.while_loop(lambda y: jnp.abs(y).max() > 0.3, lambda y: halved(y, jnp.abs(y).max() * 0.4), x)
+
+
+LIMITS = jnp.linspace(0.2, 1.2, 6)
+PER_EXAMPLE: dict[str, Callable[..., Any]] = {
+    "while": lambda w, x: jax.vmap(halved)(x @ w),
+    "while of layers": lambda w, x: jax.vmap(lambda y: bounded_while(w, y * 0)[0] + halved(y, 0.1))(x @ w),
+    "fori": lambda w, x: jax.vmap(lambda y, n: lax.fori_loop(0, n, lambda _, z: z * 0.9, y))(x @ w, jnp.arange(6) * 2),
+    "other state": lambda w, x: jax.vmap(counted)(x @ w),
+    "nested": lambda w, x: jax.vmap(nested_whiles)(x @ w),
+    "only the condition": lambda w, x: jax.vmap(halved, (None, 0))((x @ w)[3], LIMITS),
+    "twice": lambda w, x: jax.vmap(jax.vmap(halved, (0, None)), (None, 0))(x @ w, LIMITS),
+    "last axis": lambda w, x: jax.vmap(halved, 1, 1)((x @ w).T),
+    "in scan": lambda w, x: jax.vmap(lambda y: lax.scan(lambda z, _: (halved(z * 1.5), None), y, None, length=3)[0])(
+        x @ w
+    ),
+    "expn": lambda w, x: jax.scipy.special.expn(np.arange(1, 9), jnp.abs(x @ w) + 0.1),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        pytest.param(name, MODES[place % 2][0], marks=[pytest.mark.long] * (name == "expn"))
+        for place, name in enumerate(PER_EXAMPLE)
+    ],
+)
+def test_a_loop_that_vmap_gave_a_condition_for_each_example(name: str, policy: str) -> None:
+    """Examples that are done keep their state while others go on."""
+
+    def both(f: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda w, x: jax.jvp(lambda w: f(w, x), (w,), (W,))
+
+    program = PER_EXAMPLE[name]
+    wanted = jax.jit(both(program))(W, X * 2)
+    for mixed in (both(polyamp.autocast(program, policy)), polyamp.autocast(both(program), policy)):
+        assert_close(jax.jit(mixed)(W, X * 2), wanted, policy)
 
 
 @pytest.mark.parametrize("loop", ["scan", "while"])

@@ -262,3 +262,61 @@ def test_derivatives_of_quotients_and_maxima_stay_in_float16(name: str, by: str)
     autocasted = polyamp.autocast(PROGRAMS[name], "mixed_float16")
     found, wanted = (jax.jit(BY[by](lambda w, f=f: 64 * f(w)))(EYE) for f in (autocasted, PROGRAMS[name]))
     assert jnp.linalg.norm(found - wanted) <= 0.01 * jnp.linalg.norm(wanted)
+
+
+def with_rule(value: Callable[..., Any], rule: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """Return a function whose tangent is ``rule(x, tangent)``."""
+    own = jax.custom_jvp(lambda x: value(x))
+    own.defjvp(lambda primals, tangents: (own(*primals), rule(*primals, *tangents)))
+    return own
+
+
+def softmax_tangent(x: Any, t: Any) -> Any:
+    y = jax.nn.softmax(x)
+    return y * (t - (t * y).sum(-1, keepdims=True))
+
+
+def normalized(x: Any) -> Any:
+    return (x - x.mean()) / jnp.sqrt(x.var() + 1e-5)
+
+
+# Rules that multiply or divide a mean or sum of the tangent: a value that was computed from a smaller one.
+REDUCED: dict[str, Callable[..., Any]] = {
+    "mean": with_rule(jnp.sin, lambda x, t: jnp.broadcast_to(t.mean(-1, keepdims=True), x.shape) * jnp.cos(x)),
+    "sum": with_rule(jnp.sin, lambda x, t: jnp.full(x.shape, t.sum()) * jnp.cos(x) / 8),
+    "softmax": with_rule(jax.nn.softmax, softmax_tangent),
+    "layer norm": with_rule(normalized, lambda x, t: (t - t.mean()) / jnp.sqrt(x.var() + 1e-5)),
+    "zeta": lambda x: jax.scipy.special.zeta(jnp.abs(x) + 2, 3.0),
+}
+LINEAR: dict[str, Callable[..., Any]] = {
+    "grad": jax.grad,
+    "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+    "linearize": lambda f: lambda w: jax.linearize(f, w)[1](DIRECTION),
+    "twice": BY["forward over backward"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "by"),
+    [
+        *((name, "grad") for name in REDUCED if name != "zeta"),
+        pytest.param("zeta", "grad", marks=pytest.mark.long),
+        *(("mean", by) for by in LINEAR if by != "grad"),
+    ],
+)
+@pytest.mark.parametrize("policy", ["mixed_float16", BF16])
+def test_rules_that_reduce_the_tangent(policy: str, name: str, by: str) -> None:
+    def program(w: jax.Array) -> jax.Array:
+        return (REDUCED[name](X @ w) * X).sum()
+
+    mixed, plain = (jax.jit(LINEAR[by](f)) for f in (polyamp.autocast(program, policy), program))
+    factor = 3.0 if name == "zeta" else 1.0  # a rounded 2 moves the slope of a pole
+    assert_close(mixed(W), plain(W), policy, factor)
+
+
+def test_a_linear_function_is_transposed() -> None:
+    def spread(t: jax.Array) -> jax.Array:
+        return (jnp.broadcast_to(t.mean(-1, keepdims=True), t.shape) * jnp.cos(X)) @ W
+
+    mixed, plain = (jax.linear_transpose(f, X)(X)[0] for f in (polyamp.autocast(spread, BF16), spread))
+    assert_close(mixed, plain, BF16)

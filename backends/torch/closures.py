@@ -48,7 +48,11 @@ def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled:
     # This needs one copy of parameters and state.
     is_first = isinstance(optimizer.inner, torch.optim.LBFGS) or not _has_gradients(optimizer)
     first = _evaluate(optimizer, closure) if is_first else None
-    scaling = optimizer.scaling_of_gradients(scaled)
+    found = optimizer.scaling_of_gradients(scaled)
+    if found is None:
+        optimizer.close(optimizer.scaler, True, None)
+        return first
+    scaling = found
     if optimizer.prepare(scaling)[0]:
         optimizer.finish(False, scaling)
         return first
@@ -64,7 +68,7 @@ def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled:
             optimizer.masters.update_model()
         _clear_as_masters(optimizer)
         loss = _evaluate(optimizer, closure)
-        scaling = optimizer.scaling_of_gradients(scaled)
+        scaling = optimizer.scaling_of_gradients(scaled) or scaling
         if optimizer.prepare(scaling)[0]:
             raise _Overflow
         return loss

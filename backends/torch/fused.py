@@ -124,7 +124,10 @@ class FusedStep:
             add_shards_(scratch.stats[:1], batches[0].first)
         if not checks:
             scratch.stats[1 if clips else 0 :].zero_()
-        elif has_peers(optimizer.process_group):
+            return None
+        for finite in optimizer.findings.losses.values():
+            scratch.stats[2] += ~finite.to(scale.device)
+        if has_peers(optimizer.process_group):
             scratch.stats[1:], overflowed = any_rank(scratch.stats[1:], optimizer.process_group)
             return overflowed
         return None

@@ -20,6 +20,7 @@ from polyamp.backends.torch.guards import LISTENERS, update_begins
 from polyamp.backends.torch.modules import names_of
 from polyamp.backends.torch.optimizer import LossScaledOptimizer, update_or_skip
 from polyamp.backends.torch.overflow import explanation
+from polyamp.backends.torch.provenance import report_hooks
 from polyamp.backends.torch.ranks import OverflowedRanks, any_rank
 from polyamp.backends.torch.refusals import scaled_twice
 from polyamp.backends.torch.saving import FIX, bad_state
@@ -334,6 +335,8 @@ class GradScaler(torch.amp.GradScaler):
                 fix="keep the model in float32, without .half(); or wrap the optimizer, which then trains float32 "
                 "master weights: polyamp.wrap_optimizer(optimizer, policy)",
             )
+        if optimizer not in self._stepped:
+            report_hooks(gradients.parameters, scaler, clip="after scaler.unscale_(optimizer)")
         bad, overflowed = any_rank(gradients.unscale(scaler.inverse(scaler.state.scale)))
         seen = self._seen[id(optimizer)] = _Tested(bad, overflowed)
         return seen

@@ -138,15 +138,37 @@ class WindowFlags:
 
     def __init__(self) -> None:
         self.flags: dict[LossScaler, Tensor] = {}  # of each loss, from when its gradients were tested
+        self.losses: dict[LossScaler, Tensor] = {}  # whether the losses themselves were finite
         self.partners: Tensor | None = None  # the flag of optimizers that skip together with this one
         self.overflowed: OverflowedRanks | None = None  # the ranks whose gradients were not finite
 
     def note(self, bad: Tensor, scalers: Iterable[LossScaler]) -> None:
         """Note for losses whether gradients became non-finite by theirs."""
         if self.flags:  # what was not finite before hides the rest
-            bad = bad * (torch.stack([flag.to(bad.device) for flag in self.flags.values()]).amax() == 0)
+            bad = bad * (self.worst(torch.zeros_like(bad)) == 0)
         for scaler in scalers:
-            self.flags[scaler] = torch.maximum(self.flags[scaler], bad) if scaler in self.flags else bad
+            flag = torch.maximum(self.flags[scaler], bad) if scaler in self.flags else bad
+            finite = self.losses.pop(scaler, None)
+            self.flags[scaler] = flag if finite is None else torch.maximum(flag, (~finite).to(flag))
+
+    def note_loss(self, finite: bool | Tensor, scaler: LossScaler) -> None:
+        """Note whether a loss was finite whose backward pass reached the gradients, whatever these are."""
+        flag = finite if isinstance(finite, Tensor) else torch.tensor(finite, device="cpu")
+        earlier = self.losses.get(scaler)
+        self.losses[scaler] = flag if earlier is None else earlier & flag.to(earlier.device)
+
+    def forget_cleared(self, filled: bool | Tensor) -> None:
+        """Forget what was found in gradients that are cleared now, unless they are ``filled``."""
+        if filled is False:
+            self.flags, self.losses = {}, {}
+        elif filled is not True:
+            self.flags = {scaler: flag * filled.to(flag.device) for scaler, flag in self.flags.items()}
+            self.losses = {scaler: finite | ~filled.to(finite.device) for scaler, finite in self.losses.items()}
+
+    def worst(self, bad: Tensor) -> Tensor:
+        """Return a flag, or that of an earlier test or loss of this window."""
+        earlier = [*self.flags.values(), *(~finite for finite in self.losses.values())]
+        return torch.stack([bad, *(flag.to(bad) for flag in earlier)]).amax()
 
     def skip_with(self, bad: Tensor) -> None:
         """Skip the next step if a flag is not 0, as if a gradient were not finite."""

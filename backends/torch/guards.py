@@ -123,6 +123,7 @@ def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptim
     masters_of: dict[int, Tensor] = {}
     for optimizer in list(alive):
         masters = optimizer.masters
+        optimizer.witness.forget_by_hand()
         if not math.isinf(limit) and optimizer.witness.are_scaled:
             later = [] if masters is None else masters.masters  # they get their gradients later
             graded = (param for param in optimizer.model_parameters() if param.grad is not None)

@@ -291,7 +291,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             scaled: see `step`.
 
         Raises:
-            UsageError: no parameter has a gradient, they are unscaled already, or their loss was not scaled.
+            UsageError: there was no backward pass, they are unscaled already, or their loss was not scaled.
         """
         if LISTENERS:
             update_begins()
@@ -311,19 +311,22 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             The norm before clipping; float32 scalar tensor, not finite if the step will be skipped.
 
         Raises:
-            UsageError: no parameter has a gradient, or their loss was not scaled.
+            UsageError: there was no backward pass, or its loss was not scaled.
             InvalidValueError: ``max_norm`` is negative or NaN.
         """
         refusals.check_norm(max_norm)
         if LISTENERS:
             update_begins()
-        return self._unscale_now(scaled).clip(max_norm)
+        norm = self._unscale_now(scaled).clip(max_norm)
+        self.witness.accept_writes()
+        return norm
 
     @not_traced
     def step(self, closure: Callable[[], Any] | None = None, *, scaled: bool | None = None) -> Any:
         """Unscale, test, clip, update or skip, and advance the loss scale.
 
-        A skipped step leaves parameters, masters and optimizer state bitwise unchanged; see `last_step`.
+        A skipped step leaves parameters, masters and optimizer state bitwise unchanged; see `last_step`. A step after
+        backward passes that reached none of the parameters is applied, and changes nothing.
 
         >>> weight = torch.ones(1, requires_grad=True)
         >>> opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=0.5), LossScale(init=8.0))
@@ -341,7 +344,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             The return value of the inner optimizer's ``step``; after a skip, the closure's loss or None.
 
         Raises:
-            UsageError: no parameter has a gradient, they are from the last step, or their loss was not scaled.
+            UsageError: there was no backward pass, gradients are from the last step, or their loss was not scaled.
             LossScaleError: see `LossScale`: ``max_skips`` and ``on_min``.
             NonFiniteLossError: under ``nonfinite_loss="raise"``, a loss on an accelerator was inf or NaN.
         """
@@ -358,11 +361,15 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def _unscale_now(self, scaled: bool | None) -> Gradients:
         scaling = self.scaling_of_gradients(scaled)
-        gradients, checks = self._take(remember=True), scaling.scaler.settings.check or self.checks
+        gradients = self._take(remember=True)
+        if scaling is None:
+            return gradients
+        checks = scaling.scaler.settings.check or self.checks
         if not self.witness.is_unscaled:
             self._note(self._unscale(gradients, scaling, checks=checks), scaling)
         elif checks and self.witness.contributors:
             self._note(gradients.test(), scaling)
+        self.witness.accept_unscaling()
         return gradients
 
     def make_step(self, scaled: bool | None = None) -> Any:
@@ -373,6 +380,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         scaling, operators = self.scaling_of_gradients(scaled), self._operators()  # 1.
         self.is_stepping = True
         try:
+            if scaling is None:
+                return self._step_without_gradients()
             if operators is not None and operators.step(self, scaling):  # 2. to 6.
                 return None
             bad, gradients = self.prepare(scaling, operators)  # 2., 3., 4.
@@ -384,8 +393,18 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         finally:
             self.is_stepping = False
 
-    def scaling_of_gradients(self, scaled: Any) -> Scaling:
-        """Return what the gradients are multiplied by, or refuse what would be wrong, before anything is changed."""
+    def _step_without_gradients(self) -> Any:
+        """Step as in plain PyTorch, which changes nothing. No loss was tested, so no loss scale advances."""
+        self._take()
+        result = self.inner.step()
+        self.close(self.scaler, True, None)
+        return result
+
+    def scaling_of_gradients(self, scaled: Any) -> Scaling | None:
+        """Return what the gradients are multiplied by, or refuse what would be wrong, before anything is changed.
+
+        None: there are no gradients, and none were tested, since the backward passes were for other optimizers.
+        """
         witness = self.witness
         if not (scaled is None or isinstance(scaled, bool)):
             where = "step(scaled=), unscale_(scaled=), clip_grad_norm_(scaled=)"
@@ -398,9 +417,12 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         with_gradient = self.first_with_gradient()
         first = None if with_gradient is None else with_gradient.grad
         if first is None:
-            if not has_peers(self.process_group):
-                raise refusals.no_backward("no parameter with a gradient")
-            return witness.scaling or Scaling(self.scaler, self.scaler.state.scale)  # peers wait for this rank
+            peers_wait = has_peers(self.process_group)
+            if not (peers_wait or witness.has_seen_a_pass):
+                raise refusals.no_backward("no gradients, and no backward pass since the last step")
+            if not (peers_wait or self.has_tested_gradients or self.findings.losses):
+                return None
+            return witness.scaling or Scaling(self.scaler, self.scaler.state.scale)
         if first.dtype in SIXTEEN_BIT and self.masters is None and self.masters_wanted is not False:
             raise refusals.converted_later(first.dtype)
         scaling = witness.scaling_of_gradients(self.scaler, declared=scaled)
@@ -436,6 +458,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             return bad, gradients
         if self.findings.partners is not None:
             bad = torch.maximum(bad, self.findings.partners.to(bad.device))
+        if self.findings.flags or self.findings.losses:
+            bad = self.findings.worst(bad)
         self._note(bad, scaling)
         if has_peers(self.process_group):
             bad = self.findings.over_ranks(bad, self.process_group, self._losses_reached())

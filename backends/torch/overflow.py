@@ -78,7 +78,7 @@ def describe(
     if loss_was_finite is False:
         return "; ".join(filter(None, [NONFINITE_LOSS, found]))
     verdict = "the loss was finite: the backward pass overflowed at this loss scale" if loss_was_finite else ""
-    return "; ".join(filter(None, [found or "no parameter of this rank", verdict]))
+    return "; ".join(filter(None, [found or "not those that are there now", verdict]))
 
 
 def _shown(bad: Sequence[Overflow]) -> str:

@@ -23,14 +23,17 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence, Set
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.refusals import loss_not_scaled, mixed, not_cleared
+from polyamp.backends.torch.kernels.control import both
+from polyamp.backends.torch.refusals import loss_not_scaled, mixed, mixed_by_hand, not_cleared
 from polyamp.backends.torch.unstable import (
+    BackwardCall,
+    gradient_hooks,
     is_transformed,
     not_traced,
     running_backward,
@@ -50,6 +53,11 @@ class Scaling(NamedTuple):
     scaler: LossScaler
     factor: float | Tensor
     by: int | None = None  # the id of the optimizer whose method was called
+    finite: bool | Tensor = True  # whether the loss was, as far as this is known
+
+    def with_finite(self, other: Scaling) -> Scaling:
+        """Return the same for the losses of both."""
+        return self if other.finite is True else self._replace(finite=both(self.finite, other.finite))
 
     def is_like(self, other: Scaling) -> bool:
         """Return whether gradients of both can be added. Scales on a device must be the same tensor."""
@@ -94,15 +102,16 @@ class Entry:
 class Pass:
     """One backward pass of scaled losses. autograd holds this object until the pass ends, even if the pass fails."""
 
-    def __init__(self, task: int, scaling: Scaling | None, entry: Entry) -> None:
+    def __init__(self, task: int, scaling: Scaling | None, entry: Entry, call: BackwardCall) -> None:
         self.task = task  # autograd's number
-        self.entry = entry
+        self.entry, self.call = entry, call
         self.scaling = scaling  # None: losses of different scales, or also a loss that nobody scaled
         self.handles: list[Any] = []  # of the hooks that bring what arrives to another scale
 
     def __call__(self) -> None:
         """Remove the hooks, and end after other callbacks, such as DDP's and FSDP's: they are part of the pass."""
-        self.__del__()
+        if self.handles:
+            self.__del__()
         until_backward_ends(self.end)
 
     def end(self) -> None:
@@ -120,23 +129,25 @@ class Passes:
 
     def __init__(self) -> None:
         self.count = 0
+        self.seen = 0  # the number of all passes, also of losses that nobody scaled, that reached a wrapped optimizer
         self.running: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()  # by autograd's task
         self.latest: list[Entry] = []
         self._unmarked: tuple[int, Scaling] | None = None
 
     def note(self, scaling: Scaling) -> Entry:
         """Count a pass that begins."""
-        self.count += 1
+        self.count, self.seen = self.count + 1, self.seen + 1
         self.latest = [*self.latest[-63:], Entry(self.count, scaling)]
         return self.latest[-1]
 
     def note_unmarked(self, scaling: Scaling) -> None:
         """Note a loss whose pass cannot be marked: scaled in compiled code, or inside of a function transform."""
-        self.count += 1
+        self.count, self.seen = self.count + 1, self.seen + 1
         self._unmarked = (self.count, scaling)
 
     def arriving(self) -> Pass | None:
         """Note that the caller's pass reached a parameter, and return it; None in that of a loss that nobody scaled."""
+        self.seen += 1
         # Passes inside another pass, as in reentrant checkpointing, have a task of their own.
         found = self.running.get(running_task())
         found = found if found is not None else next(iter(list(self.running.values())), None)
@@ -159,22 +170,23 @@ PASSES = Passes()
 
 @not_traced
 def _pass_begins(scaling: Scaling, grad: Tensor) -> None:
-    call, task = running_backward(), running_task()
+    found, task = running_backward(), running_task()
     known = PASSES.running.get(task)
     if known is not None:  # another loss of the same pass
-        if call is None and not (known.scaling is None or known.scaling.is_like(scaling)):
-            known.scaling = None
+        if found is None and known.scaling is not None:
+            known.scaling = known.scaling.with_finite(scaling) if known.scaling.is_like(scaling) else None
         return
+    call = BackwardCall() if found is None else found
+    is_one = len(call.roots) == 1 and is_scaled(call.roots[0])  # the usual pass, which starts from this loss alone
+    scalings, leaves = ((), {}) if is_one else parts_of(call.roots)
+    scaling = reduce(Scaling.with_finite, scalings, scaling)
     entry = PASSES.note(scaling)
-    roots, inputs, accumulates = ((), (), True) if call is None else call
-    is_one = len(roots) == 1 and is_scaled(roots[0])  # the usual pass, which starts from this loss alone
-    scalings, leaves = ((), {}) if is_one else parts_of(roots)
     is_alike = not leaves and all(map(scaling.is_like, scalings))
-    begun = PASSES.running[task] = Pass(task, scaling if is_alike else None, entry)
+    begun = PASSES.running[task] = Pass(task, scaling if is_alike else None, entry, call)
     until_backward_ends(begun)
-    reached = leaves.keys() & map(id, inputs) if inputs else leaves.keys()
+    reached = leaves.keys() & map(id, call.inputs) if call.inputs else leaves.keys()
     for witness in list(_WITNESSES):
-        witness.prepare_for(begun, reached, accumulates=accumulates)
+        witness.prepare_for(begun, reached)
 
 
 def parts_of(roots: Sequence[Any]) -> tuple[list[Scaling], dict[int, Tensor]]:
@@ -228,7 +240,30 @@ class Gradient(NamedTuple):
     def is_filled(self) -> bool:
         """Return whether the parameter still has this gradient, and it was not set to zeros since."""
         grad = self.grad()
-        return grad is not None and self.is_there() and (grad._version == self.version or _are_filled([grad]))
+        return grad is not None and self.is_there() and (grad._version == self.version or bool(_are_filled([grad])))
+
+
+class ByHand:
+    """A parameter by which `torch.autograd.grad` differentiated a scaled loss: somebody may add the result by hand."""
+
+    def __init__(self, scaling: Scaling | None, param: Tensor, *, is_master: bool) -> None:
+        self.scaling, self.is_master, self.is_written = scaling, is_master, False
+        self._param = weakref.ref(param)
+        self.accept()
+
+    def accept(self) -> None:
+        """Take the gradient as it is now as nothing that was added by hand."""
+        param = self._param()
+        self._before = None if param is None or param.grad is None else Gradient.of(param)
+
+    def look(self) -> bool:
+        """Note whether somebody wrote to the gradient since, and return whether that is still there."""
+        param = self._param()
+        if param is None or param.grad is None:
+            self.is_written = False
+        elif self._before is None or not self._before.is_untouched():
+            self.is_written = bool(_are_filled([param.grad]))
+        return self.is_written
 
 
 class Witness:
@@ -238,6 +273,7 @@ class Witness:
         self._owner = weakref.ref(owner)
         self._handles: dict[int, Any] = {}  # of the hooks, by the parameters' ids
         self._is_wide, self._stays_wide = True, False  # whether all parameters have the hook, and will keep it
+        self._stepped_at = PASSES.seen
         _WITNESSES.add(self)
         weakref.finalize(self, _remove, self._handles).atexit = False
         self.open()
@@ -251,9 +287,11 @@ class Witness:
         self.from_last_step: Gradient | None = None  # the first gradient that the last step left
         self.shared: list[tuple[Gradient, Scaling | None]] = []  # gradients of others that it changed; None: it clips
         self.is_unscaled = False  # by `unscale_`, before the step
-        self.has_more = False  # whether a pass added to unscaled gradients
+        self._has_more = False  # whether a pass added to unscaled gradients
         # Why no factor is right: a pass of an "unscaled" loss, of losses of "mixed" scales, or onto what a step "left".
         self._faults: set[str] = set()
+        self._by_hand: list[ByHand] = []  # what passes returned instead of adding it
+        self._continues = False  # whether a loss was differentiated down to representations, and others go on from them
         self._partly_scaled: list[Gradient] = []  # that a pass added to partly without a scale
         self._pass_onto_old = -1  # autograd's number of the pass that began while they were those of the last step
         self._latest_gradient: Gradient | None = None
@@ -264,11 +302,14 @@ class Witness:
 
     def close(self, scaling: Scaling) -> None:
         """Note that a step used the gradients, and left them multiplied by the factor of a scaling."""
-        model_scaling = self.model_scaling
+        model_scaling, owner = self.model_scaling, self._owner()
+        latest = None if self._latest_gradient is None else self._latest_gradient.param()
+        if owner is not None and (self._is_wide or (latest is not None and len(gradient_hooks(latest)) > 1)):
+            report_hooks(self._parameters() if latest is None or self._is_wide else [latest], owner.scaler)
         if self._is_wide and not self._stays_wide and self._latest_gradient is not None:
             self._narrow()
         self.open()
-        owner = self._owner()
+        self._stepped_at = PASSES.seen
         param = None if owner is None else owner.first_with_gradient()
         if param is not None:
             # masters leave the model's gradients multiplied as they were
@@ -305,6 +346,16 @@ class Witness:
             return False
         return self._first_with_gradient() is not None
 
+    @property
+    def has_more(self) -> bool:
+        """Whether something was added to gradients since they were unscaled."""
+        return self._has_more or bool(self._added_by_hand())
+
+    @property
+    def has_seen_a_pass(self) -> bool:
+        """Whether there was a backward pass since the last step, of whatever optimizer and loss."""
+        return PASSES.seen > self._stepped_at
+
     def recent_scalers(self) -> list[LossScaler]:
         """Return the loss scalers of passes since the last step, whether they reached the gradients or not."""
         return [one.scaler for one in PASSES.since(self._opened_at)]
@@ -319,7 +370,7 @@ class Witness:
         if masters and not self.is_unscaled:
             self.model_scaling = self.scaling
         self.scaling, self.contributors = Scaling(scaler, 1.0), []
-        self.is_unscaled, self.has_more, self.from_last_step = True, False, None
+        self.is_unscaled, self._has_more, self.from_last_step = True, False, None
         if len(_WITNESSES) > 1:
             self._share()
 
@@ -344,12 +395,22 @@ class Witness:
             raise loss_not_scaled(partly=self.scaling is not None)
         if self.scaling is None:
             self.scaling = Scaling(own, 1.0) if has_unscaled else self._unobserved(own)
+        if self._by_hand and not all(map(self._is_alike, self._added_by_hand())):
+            raise mixed_by_hand()
         return self.scaling
+
+    def _added_by_hand(self) -> list[ByHand]:
+        return [one for one in self._by_hand if one.look()]
+
+    def _is_alike(self, added: ByHand) -> bool:
+        """Return whether gradients that were added by hand have the scale of the others."""
+        own = self.scaling if added.is_master or self.model_scaling is None else self.model_scaling
+        return own is not None and added.scaling is not None and own.is_like(added.scaling)
 
     def _unobserved(self, own: LossScaler) -> Scaling:
         """Return the scaling of gradients that were set by hand, or that the hooks missed."""
         self._is_wide = True
-        found = PASSES.since(self._opened_at)
+        found = self._unobserved_scalings()
         found = [one for one in found if one.scaler is own] or found
         if not found:
             if own.multiplies:
@@ -357,29 +418,38 @@ class Witness:
             return Scaling(own, 1.0)
         if not all(map(found[0].is_like, found)):
             raise mixed()
-        self.contributors = [found[0].scaler]
+        self.contributors = []
+        self._note_scaled_loss(reduce(Scaling.with_finite, found))
         return found[0]
 
-    def prepare_for(self, begun: Pass, unscaled: Set[int], *, accumulates: bool) -> None:
+    def _unobserved_scalings(self) -> list[Scaling]:
+        """Return the scalings that gradients may have that no hook has seen."""
+        found = [one.scaling for one in self._added_by_hand() if one.scaling is not None]
+        return found or PASSES.since(self._opened_at)
+
+    def prepare_for(self, begun: Pass, unscaled: Set[int]) -> None:
         """Prepare for a pass that may add to the gradients, and reaches leaves with these ids without a scale."""
         owner, own, other = self._owner(), self.scaling, begun.scaling
         self._forget_cleared()
-        if unscaled and accumulates:  # some may have arrived before this, and not all parameters have a hook
+        if self._by_hand:
+            self._added_by_hand()
+        if not begun.call.accumulates:
+            self._note_by_hand(begun)
+            return
+        if unscaled:  # some may have arrived before this, and not all parameters have a hook
             reached = [param for param in self._parameters() if id(param) in unscaled]
             until_backward_ends(partial(self._mix, reached))
         if owner is None or other is None:
             return
         if own is None:
             if PASSES.count > self._opened_at + 1:
-                self._look_for_unobserved(begun, other, accumulates=accumulates)
+                self._look_for_unobserved(begun, other)
             return
-        is_new = self.from_last_step is not None or not own.is_like(other)
-        is_cleared = self.from_last_step is not None and not (self.from_last_step.is_untouched() or self._is_filled())
-        if is_new and (is_cleared or owner.first_with_gradient() is None):
-            self.open()
-        elif accumulates and owner.checks and self.from_last_step is not None:
+        if self._starts_afresh(begun):
+            return
+        if owner.checks and self.from_last_step is not None:
             self._pass_onto_old = begun.task
-        elif accumulates:
+        else:
             self._bring(begun, other)
 
     def _forget_cleared(self) -> None:
@@ -388,6 +458,9 @@ class Witness:
             self._keep_after_write()
         if self._partly_scaled and not self._is_filled():
             self._partly_scaled = []
+        owner = self._owner()
+        if owner is not None and (owner.findings.flags or owner.findings.losses) and not self._is_untouched():
+            owner.findings.forget_cleared(self._filled())
         if self.shared:
             self.shared = [one for one in self.shared if one[0].is_filled()]
 
@@ -395,13 +468,41 @@ class Witness:
         """Note that a pass has added to gradients what no factor is right for."""
         self._partly_scaled += [Gradient.of(param) for param in reached if param.grad is not None]
 
-    def _look_for_unobserved(self, begun: Pass, other: Scaling, *, accumulates: bool) -> None:
+    def _starts_afresh(self, begun: Pass) -> bool:
+        """Open another window if the gradients were cleared, so that a pass may have another scale than they had."""
+        own, left = self.scaling, self.from_last_step
+        if own is None or (left is None and begun.scaling is not None and own.is_like(begun.scaling)):
+            return False
+        is_cleared = left is not None and not (left.is_untouched() or self._is_filled())
+        if not is_cleared and self._first_with_gradient() is not None:
+            return False
+        self.open()
+        self._opened_at = begun.entry.number - 1
+        return True
+
+    def _note_by_hand(self, begun: Pass) -> None:
+        """Note the parameters by which a pass differentiates, to return the result."""
+        owner = self._owner()
+        if owner is None or begun.call.create_graph:  # that of a penalty, which is part of a loss
+            return
+        self._starts_afresh(begun)
+        given = {*map(id, begun.call.inputs)}
+        models = {} if owner.masters is None else owner.masters.models
+        for group in owner.inner.param_groups:
+            for param in group["params"]:
+                model = models.get(id(param), param)
+                if id(model) in given:
+                    holders = [model] if model is param else [model, param]
+                    self._by_hand += [ByHand(begun.scaling, one, is_master=one is not model) for one in holders]
+
+    def _look_for_unobserved(self, begun: Pass, other: Scaling) -> None:
         """Look for gradients of an earlier loss with another scale that were set by hand."""
-        earlier = [one for one in PASSES.since(self._opened_at) if one is not other]
+        earlier = [one for one in self._unobserved_scalings() if one is not other]
         if all(map(other.is_like, earlier)) or not self._is_filled():
             return
-        if accumulates and all(map(earlier[0].is_like, earlier)):
-            self.scaling, self.contributors = earlier[0], [earlier[0].scaler]
+        if all(map(earlier[0].is_like, earlier)):
+            self.contributors = []
+            self._note_scaled_loss(earlier[0])
             self._bring(begun, other)
         else:
             self._refuse_what_is_there(mixed=True)
@@ -432,8 +533,15 @@ class Witness:
         params = [param for param in self._parameters() if param.requires_grad]
         begun.handles += [param.register_hook(bring) for param in params]  # type: ignore[no-untyped-call]
 
-    def _is_filled(self) -> bool:
+    def _filled(self) -> bool | Tensor:
         return _are_filled([param.grad for param in self._parameters() if param.grad is not None])
+
+    def _is_filled(self) -> bool:
+        return bool(self._filled())  # one wait for the device
+
+    def _is_untouched(self) -> bool:
+        """Return whether nobody has written to the latest gradient since the pass that made it."""
+        return self._latest_gradient is not None and self._latest_gradient.is_untouched()
 
     def _refuse_what_is_there(self, *, mixed: bool = False) -> None:
         """Note that there are gradients, other than zeros, that no factor is right for, until they are cleared."""
@@ -444,7 +552,7 @@ class Witness:
 
     def _keep_after_write(self) -> None:
         """Go on refusing gradients that somebody changed since they were noted, if some are left that are not zeros."""
-        if self._latest_gradient is not None and self._latest_gradient.is_untouched():
+        if self._is_untouched():
             return
         left = self._first_with_gradient()
         if left is not None and self._is_filled():
@@ -465,11 +573,11 @@ class Witness:
         if task == -1:  # a pipeline schedule lets FSDP reduce gradients after all its passes
             self._latest_gradient = None
             return
-        self._latest_gradient, self.has_more = Gradient.of(param), True
+        earlier, self._latest_gradient, self._has_more = self._latest_gradient, Gradient.of(param), True
         begun = PASSES.arriving()
         scaling = begun.scaling if begun is not None else PASSES.unmarked_since(self._opened_at)
         if begun is None and scaling is None:
-            self._note_unscaled_loss(param)
+            self._note_unscaled_loss(param, is_new=earlier is not None and not earlier.is_there())
         elif begun is not None and begun.task == self._pass_onto_old:
             self._faults.add("left")
         elif scaling is None:
@@ -479,41 +587,60 @@ class Witness:
         self.from_last_step, self._pass_onto_old = None, -1
         if begun is None or begun.task != task:
             # after other callbacks, as in `Pass`
-            until_backward_ends(partial(until_backward_ends, self._accept_writes))
+            until_backward_ends(partial(until_backward_ends, self.accept_writes))
 
     def end_of(self, ended: Pass) -> None:
         """Look at the gradients after a pass."""
         if self._task == ended.task:
-            self._accept_writes()
+            self.accept_writes()
             return
-        scaling = None if self._is_wide or self.scaling is not None else ended.scaling
+        for one in self._by_hand if ended.call.accumulates else ():
+            one.accept()
+        is_observed = self._is_wide or self.scaling is not None or not ended.call.accumulates
+        scaling = None if is_observed else ended.scaling
         if scaling is not None and self._first_with_gradient() is not None:  # it reached none that have a hook
             self._is_wide = True  # from the next window on
-            self.scaling, self.contributors = scaling, [scaling.scaler]
+            self.contributors = []
+            self._note_scaled_loss(scaling)
 
-    def _accept_writes(self) -> None:
+    def accept_unscaling(self) -> None:
+        """Go on from unscaled gradients, with all that was added to them by hand."""
+        self._by_hand = [one for one in self._by_hand if not one.is_written]
+        self.accept_writes()
+
+    def accept_writes(self) -> None:
         """Count writes to the gradient before a backward pass ended as part of that pass."""
         param = None if self._latest_gradient is None else self._latest_gradient.param()
         if param is not None and param.grad is not None:
             self._latest_gradient = Gradient.of(param)
+        for one in self._by_hand:
+            one.accept()
 
-    def _note_scaled_loss(self, scaling: Scaling, *, is_marked: bool) -> None:
+    def _note_scaled_loss(self, scaling: Scaling, *, is_marked: bool = True) -> None:
+        """Note a loss that added to the gradients; if it was not finite, the step is skipped, whatever they are."""
         if self.scaling is None or not (is_marked or self.from_last_step is None):
             self.scaling = scaling
         elif not (is_marked or self.scaling.is_like(scaling)):
             self._faults.add("mixed")
         if scaling.scaler not in self.contributors:
             self.contributors.append(scaling.scaler)
+        if scaling.finite is not True and (owner := self._owner()) is not None:
+            owner.findings.note_loss(scaling.finite, scaling.scaler)
 
-    def _note_unscaled_loss(self, param: Tensor) -> None:
+    def _note_unscaled_loss(self, param: Tensor, *, is_new: bool) -> None:
+        owner = self._owner()
+        if owner is not None and is_new:  # somebody set the gradients to None
+            owner.findings.forget_cleared(filled=False)
         if self.from_last_step is not None:
             self.scaling = None
             if self.from_last_step.has_grown(by=param):
                 self._faults.add("left")
         own = [one.scaling for one in self._own_passes() if not one.has_arrived]
-        if own and not (self.contributors or "unscaled" in self._faults or self.is_unscaled) and self._is_wide:
+        is_first = not (self.contributors or "unscaled" in self._faults or self.is_unscaled) and self._is_wide
+        if own and (is_first or (self._continues and self.scaling is not None and self.scaling.is_like(own[-1]))):
             # The optimizer's own loss reached no parameters: gradients are cached at a model's representations.
-            self.scaling, self.contributors, self._stays_wide = own[-1], [own[-1].scaler], True
+            self.scaling, self._stays_wide, self._continues = own[-1], True, True
+            self._note_scaled_loss(own[-1])
             return
         model = self.model_scaling if self.model_scaling is not None else self.scaling
         if not (self.is_unscaled and model is not None and model.factor == 1.0):
@@ -526,6 +653,10 @@ class Witness:
     def _parameters(self) -> list[Tensor]:
         owner = self._owner()
         return [] if owner is None else [param for group in owner.parameter_groups() for param in group]
+
+    def forget_by_hand(self) -> None:
+        """Forget gradients that nobody has added by hand yet, since others are about to be changed."""
+        self._by_hand = self._added_by_hand()
 
     def add(self, params: Sequence[Tensor]) -> None:
         """Observe parameters that may have gradients already."""
@@ -544,7 +675,6 @@ class Witness:
         """Keep one hook for the parameters of each group that got gradients: on the first one."""
         owner = self._owner()
         for group in () if owner is None else owner.parameter_groups():
-            _report_hooks(group)
             reached = [param for param in group if param.grad is not None and id(param) in self._handles]
             for param in reached[1:]:
                 self._handles.pop(id(param)).remove()
@@ -554,12 +684,12 @@ class Witness:
 _WITNESSES: weakref.WeakSet[Witness] = weakref.WeakSet()
 
 
-def _are_filled(grads: list[Tensor]) -> bool:
+def _are_filled(grads: list[Tensor]) -> bool | Tensor:
     """Return whether a gradient has another value than 0, as far as its values can be looked at."""
     if any(type(grad) is not Tensor or grad.layout != torch.strided or grad.is_meta for grad in grads):
         return True
     norms = [norm.to(grads[0].device) for norm in torch._foreach_norm(grads, math.inf)] if grads else []
-    return bool(norms) and bool(torch.stack(norms).any())  # one wait for the device
+    return bool(norms) and torch.stack(norms).any()
 
 
 def _note(witness: weakref.ref[Witness], param: Tensor) -> None:
@@ -573,9 +703,21 @@ def _remove(handles: dict[int, Any]) -> None:
         handle.remove()
 
 
-def _report_hooks(params: Iterable[Tensor]) -> None:
-    if any(param._backward_hooks for param in params):
+def report_hooks(
+    params: Iterable[Tensor], scaler: LossScaler, *, clip: str = "by max_grad_norm=, or after opt.unscale_()"
+) -> None:
+    """Warn once if a parameter has a hook of the user's, which may clip or change scaled gradients."""
+    if not scaler.multiplies or running_task() != -1:  # in a pass a hook of the user's itself makes the step
+        return
+    if any(_is_users(hook) for param in params for hook in gradient_hooks(param)):
         warn_once(
-            "a parameter has a hook (register_hook), which sees gradients multiplied by the loss scale: a hook that is "
-            "not linear, such as one that clips, is wrong there. Clip by max_grad_norm=, or after opt.unscale_()."
+            "a parameter has a hook (register_hook, register_post_accumulate_grad_hook), which sees gradients "
+            "multiplied by the loss scale: a hook that is not linear, such as one that clips or adds noise, is wrong "
+            f"there. Clip {clip}."
         )
+
+
+def _is_users(hook: Any) -> bool:
+    """Return whether a hook is neither polyamp's own nor of PyTorch's for several ranks."""
+    module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return not module.startswith(("polyamp.", "torch.distributed.", "torch.nn.parallel.", "torch._"))

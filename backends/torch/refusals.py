@@ -93,6 +93,19 @@ def mixed() -> UsageError:
     )
 
 
+def mixed_by_hand() -> UsageError:
+    """Return the error for what `torch.autograd.grad` returned, added to gradients of another scale."""
+    return UsageError(
+        "gradients of different scales were added up",
+        where=_READS_GRADIENTS,
+        found="gradients of a scaled loss from torch.autograd.grad, and a write to the parameters' grad, which has "
+        "another scale, such as that of unscaled gradients",
+        allowed="gradients of one scale",
+        fix="use opt.unscaled_grad(loss, inputs) and add its results after opt.unscale_(); if what was written is "
+        "unscaled already, say so: opt.step(scaled=False)",
+    )
+
+
 def loss_not_scaled(*, partly: bool) -> UsageError:
     """Return the error for gradients of a loss that nobody scaled, or beside those of one that was."""
     how = "; one loss was scaled and another was not" if partly else ""

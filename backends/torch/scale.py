@@ -24,6 +24,7 @@ from polyamp.backends.torch.kernels.control import (
     SIZE,
     LateValues,
     applied_flag,
+    both,
     check_first_use,
     constant,
     decode,
@@ -118,30 +119,22 @@ class LossScaler:
         if self._control is not None and is_captured():
             self.state = unpack(self._control.clone())  # the value that the graph reads at every replay
         finite: dict[int, bool | Tensor] = {}
-        bad: Tensor | None = None
         for one in () if torch.compiler.is_compiling() else losses:
-            finite[id(one)] = is_finite = self._look(one)
-            bad = one if is_finite is False and bad is None else bad
+            finite[id(one)] = _is_finite(one)
+        are_finite = functools.reduce(both, finite.values()) if finite else True
+        if finite:
+            earlier = self.loss_was_finite
+            self.loss_was_finite = are_finite if earlier is None else both(earlier, are_finite)
+        bad = None if are_finite is True else next((one for one in losses if finite.get(id(one)) is False), None)
         if bad is not None:
             self.report_loss(bad.detach(), process_group=process_group, where="scaling the loss")
         if isinstance(loss, Tensor):
             scaled: Any = self.multiply(loss, finite=finite.get(id(loss)) is True)
         else:
             scaled = map_leaves(lambda one: self.multiply(one, finite=finite.get(id(one)) is True), loss)
-        scaling = provenance.Scaling(self, self.state.scale, owner)
+        scaling = provenance.Scaling(self, self.state.scale, owner, are_finite)
         provenance.follow([scaled] if isinstance(loss, Tensor) else leaves(scaled), scaling)
         return scaled
-
-    def _look(self, loss: Tensor) -> bool | Tensor:
-        """Note whether a loss is finite: a bool on the CPU; on other devices a tensor, since a bool would wait."""
-        if loss.device.type == "cpu":
-            finite: bool | Tensor = math.isfinite(loss.item()) if loss.dim() == 0 else bool(loss.isfinite().all())
-        else:
-            finite = (loss.detach() * 0 == 0).all()  # two kernels fewer than isfinite
-        earlier = self.loss_was_finite
-        same = finite.to(earlier.device) if isinstance(earlier, Tensor) and isinstance(finite, Tensor) else finite
-        self.loss_was_finite = same if earlier is None else earlier & same
-        return finite
 
     def multiply(self, loss: Tensor, *, finite: bool = True) -> Tensor:
         """Return one loss in float32 (float64 stays) times the loss scale, or times inf if it may not be finite."""
@@ -190,8 +183,7 @@ class LossScaler:
         if self.opens_round(voter):
             self._before, self._votes, self._has_new_loss = self.state, {}, False
         for other in self._votes.values():
-            one = finite.to(other.device) if isinstance(finite, Tensor) and isinstance(other, Tensor) else finite
-            finite = one & other
+            finite = both(other, finite)
         self._votes[id(voter)] = finite
         return finite
 
@@ -263,6 +255,14 @@ class LossScaler:
         if not isinstance(scale, Tensor):
             return self._host_factors(scale)[2]
         return scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
+
+
+def _is_finite(loss: Tensor) -> bool | Tensor:
+    """Return whether a loss is finite: a bool on the CPU; on other devices a tensor, since a bool would wait."""
+    if loss.device.type == "cpu":
+        return math.isfinite(loss.item()) if loss.dim() == 0 else bool(loss.isfinite().all())
+    finite = loss.detach() * 0 == 0  # two kernels fewer than isfinite
+    return finite.all() if loss.dim() else finite
 
 
 def losses_in(loss: Any) -> list[Tensor]:

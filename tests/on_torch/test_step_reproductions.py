@@ -348,6 +348,317 @@ def copies_into_the_weights(wrap: Any, p: Any) -> None:
     opt.step()
 
 
+# --- what a test has found is not forgotten: each program returns an optimizer whose step is skipped ------------------
+
+
+def overflows_and_unscales_and_cleans(wrap: Any, p: Any, q: Any, clean: Any) -> Any:
+    opt = wrap(sgd(p, q))
+    opt.backward(S(p) + S(q))
+    q.grad[1] = math.inf
+    opt.unscale_()
+    clean(p, q, *trained(opt))
+    opt.step()
+    return opt
+
+
+def unscales_twice_and_cleans_between(wrap: Any, p: Any, q: Any, clean: Any) -> Any:
+    opt = wrap(sgd(p, q), max_grad_norm=1.0)
+    opt.backward(S(p) + S(q))
+    q.grad[1] = math.inf
+    opt.unscale_()
+    clean(q, trained(opt)[1])
+    opt.backward(S(p), loss_id="aux")
+    opt.clip_grad_norm_(1.0)
+    opt.step()
+    return opt
+
+
+def adds_another_loss_and_cleans(wrap: Any, p: Any, q: Any, clean: Any) -> Any:
+    opt = wrap(sgd(p, q))
+    opt.backward(S(p) + S(q))
+    q.grad[1] = math.inf
+    opt.backward(S(p), loss_id="aux")  # which tests the gradients of the other loss
+    clean(q)
+    opt.step()
+    return opt
+
+
+def loses_a_loss_and_cleans(wrap: Any, p: Any, q: Any, clean: Any) -> Any:
+    opt = wrap(sgd(p, q))
+    opt.backward(S(p) + S(q) + math.inf)
+    clean(p, q)
+    opt.step()
+    return opt
+
+
+def loses_a_loss_and_cleans_and_adds_another(wrap: Any, p: Any, q: Any, clean: Any) -> Any:
+    opt = wrap(sgd(p, q))
+    opt.scale(S(p) + S(q) * math.inf).backward()
+    clean(q)
+    opt.backward(S(p))
+    opt.step()
+    return opt
+
+
+def loses_the_loss_of_another_and_cleans(wrap: Any, p: Any, q: Any, clean: Any) -> Any:
+    a, b = wrap(sgd(p)), wrap(sgd(q))
+    a.backward(S(p) + S(q) + math.inf)
+    clean(q)
+    b.step()
+    return b
+
+
+def loses_one_of_two_losses_in_one_pass_and_cleans(wrap: Any, p: Any, q: Any, clean: Any) -> Any:
+    opt = wrap(sgd(p, q))
+    torch.autograd.backward([opt.scale(S(p)), opt.scale(S(q) * math.nan)])
+    clean(p, q)
+    opt.step()
+    return opt
+
+
+def loses_a_loss_whose_gradients_are_zeros(wrap: Any, p: Any, q: Any, clean: Any) -> Any:
+    opt = wrap(sgd(p, q, weight_decay=0.5))
+    opt.backward((p.float() - 5).relu().sum() + math.inf)
+    opt.step()
+    return opt
+
+
+LOSES = [
+    overflows_and_unscales_and_cleans, unscales_twice_and_cleans_between, adds_another_loss_and_cleans,
+    loses_a_loss_and_cleans, loses_a_loss_and_cleans_and_adds_another, loses_the_loss_of_another_and_cleans,
+    loses_one_of_two_losses_in_one_pass_and_cleans, loses_a_loss_whose_gradients_are_zeros,
+]  # fmt: skip
+CLEANS = {
+    "nan_to_num_": lambda grad: grad.nan_to_num_(0.5, 0.5, 0.5),
+    "zero_": lambda grad: grad.zero_(),
+    "another": torch.ones_like,
+    "None": lambda grad: None,
+}
+
+
+def abandons_a_loss_that_was_not_finite(wrap: Any, p: Any, *, clear: Any) -> None:
+    opt = wrap(sgd(p))
+    for unscales in (False, True):
+        opt.backward(S(p) * (math.inf if not unscales else 1))
+        p.grad[0] = math.inf
+        if unscales:
+            opt.unscale_()
+        clear(p)
+        opt.backward(S(p))
+        opt.step()
+        opt.zero_grad()
+
+
+# --- optimizers whose parameters get no gradient ----------------------------------------------------------------------
+
+
+@right
+def steps_experts_wrapped_together(wrap: Any, p: Any, q: Any) -> None:
+    experts = wrap([sgd(p, momentum=0.5, weight_decay=0.5), sgd(q, momentum=0.5)], loss_scale=GROWS)
+    for param in (p, q, q, p):
+        experts[0].backward(S(param))
+        for opt in experts:
+            opt.unscale_()
+            opt.clip_grad_norm_(1.0)
+            opt.step()
+            opt.zero_grad()
+
+
+@right
+def steps_experts_wrapped_apart(wrap: Any, p: Any, q: Any) -> None:
+    a, b = wrap(sgd(p), max_grad_norm=1.0), wrap(sgd(q), max_grad_norm=1.0)
+    for one, param in ((a, p), (b, q), (a, p)):
+        one.backward(S(param))
+        for opt in (a, b):
+            opt.step()
+        for opt in (a, b):
+            opt.zero_grad()
+
+
+@right
+def freezes_a_trunk(wrap: Any, p: Any, q: Any) -> None:
+    trunk, head = wrap(sgd(p, momentum=0.5)), wrap(sgd(q))
+    for frozen in (False, True, True, False):
+        p.requires_grad_(not frozen)
+        trunk.zero_grad()
+        head.zero_grad()
+        head.backward(S(p) + S(q))
+        trunk.step()
+        head.step()
+
+
+@right
+def clears_before_the_step(wrap: Any, p: Any, q: Any) -> None:
+    a, b = wrap([sgd(p), sgd(q)])
+    a.backward(S(p) + S(q))
+    a.zero_grad()
+    a.step()
+    b.step()
+    a.backward(S(p))
+    p.grad = None
+    a.step()
+
+
+@right
+def unscales_and_sets_the_gradients_to_none(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p, momentum=0.5))
+    for clears in (False, True, False):
+        opt.backward(S(p))
+        opt.unscale_()
+        if clears:
+            p.grad = None
+        opt.step()
+        opt.zero_grad()
+
+
+@right
+def evaluates_a_closure_without_gradients(wrap: Any, p: Any, q: Any) -> None:
+    opt, other = wrap(sgd(p)), wrap(sgd(q))
+
+    def closure() -> Any:
+        other.backward(S(q))
+        return S(q)
+
+    opt.step(closure)
+    other.step()
+
+
+# --- gradients that somebody adds by hand -----------------------------------------------------------------------------
+
+
+def hand(opt: Any, loss: torch.Tensor, param: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return the gradient of a scaled loss, which is as large as those of a backward pass."""
+    return torch.autograd.grad(opt.scale(loss, **options), param)[0].clone()
+
+
+@right_or_refused
+def adds_by_hand_after_unscaling(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.unscale_()
+    p.grad += hand(opt, S(p), p)
+    opt.step()
+
+
+@right_or_refused
+def adds_by_hand_to_masters_after_unscaling(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.clip_grad_norm_(10.0)
+    grad = hand(opt, S(p), p)
+    trained(opt)[0].grad += grad
+    opt.step()
+
+
+@right_or_refused
+def replaces_by_hand_what_was_computed_before_unscaling(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q))
+    opt.backward(S(p) + S(q))
+    grad = hand(opt, S(q), q)
+    opt.unscale_()
+    q.grad = q.grad + grad
+    opt.step()
+
+
+@right_or_refused
+def unscales_again_what_was_added_by_hand(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.unscale_()
+    p.grad += hand(opt, S(p), p)
+    opt.unscale_()
+    opt.step()
+
+
+@right_or_refused
+def sets_by_hand_beside_gradients_of_another_scale(wrap: Any, p: Any, q: Any) -> None:
+    a, b = wrap(sgd(p, q), loss_scale=GROWS), wrap(sgd(torch.ones_like(p, requires_grad=True)), loss_scale=4.0)
+    b.backward(S(p))
+    q.grad = hand(a, S(q), q)
+    a.step()
+
+
+@right_or_refused
+def sets_by_hand_and_adds_a_loss_of_another_scale(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q), loss_scale=GROWS)
+    train(opt, S(p), loss_id="aux")
+    p.grad = hand(opt, S(p), p, loss_id="aux")
+    opt.backward(S(p) + S(q))
+    q.grad += hand(opt, S(q), q)
+    opt.step()
+
+
+@right
+def sets_by_hand_after_clearing(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p), loss_scale=GROWS)
+    train(opt, S(p), loss_id="aux")  # whose scale is another one from now on
+    opt.backward(S(p))
+    p.grad = None
+    p.grad = hand(opt, S(p), p, loss_id="aux")
+    opt.step()
+
+
+@right
+def adds_by_hand_before_unscaling(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q))
+    opt.backward(S(p))
+    p.grad += hand(opt, S(p), p)
+    q.grad = hand(opt, S(q), q)
+    opt.unscale_()
+    trained(opt)[0].grad.mul_(0.5)
+    opt.backward(S(q))
+    opt.step()
+
+
+@right
+def only_looks_at_gradients_by_hand(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    for unscales in (False, True):
+        hand(opt, S(p), p)
+        opt.backward(S(p))
+        hand(opt, S(p), p)
+        if unscales:
+            opt.clip_grad_norm_(1.0)
+            nn.utils.clip_grad_norm_(trained(opt), 0.5)
+        opt.step()
+        opt.zero_grad()
+
+
+@right
+def penalizes_by_hand_and_clamps_unscaled_gradients(wrap: Any, p: Any) -> None:
+    """The recipe of PyTorch's own documentation."""
+    opt = wrap(sgd(p))
+    (grad,) = torch.autograd.grad(opt.scale((p.float() ** 2).sum()), p, create_graph=True)
+    opt.backward(S(p) + 0.5 * S(grad / opt.loss_scale))
+    opt.unscale_()
+    trained(opt)[0].grad.clamp_(-1, 1)
+    opt.step()
+
+
+@right
+def caches_representations_in_three_chunks(wrap: Any, p: Any, q: Any, r: Any) -> None:
+    opt = wrap(sgd(p, q, r))
+    for _ in range(2):
+        hidden = [(2 * S(param)).detach().requires_grad_() for param in (p, q, r)]
+        opt.backward(torch.stack(hidden).sum())
+        for param, one in zip((p, q, r), hidden, strict=True):
+            (2 * S(param)).backward(one.grad)
+        train_on = (p, q, r)
+        for param in train_on:
+            S(param).backward(hidden[0].grad)
+        opt.step()
+        opt.zero_grad()
+
+
+@right
+def forgets_a_pass_that_was_partly_scaled_when_it_is_cleared(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    (opt.scale(S(p)) + S(p)).backward()
+    p.grad.zero_()
+    opt.backward(S(p))
+    opt.step()
+
+
 # --- gradients that a step left ---------------------------------------------------------------------------------------
 
 
@@ -814,6 +1125,85 @@ def test_a_refused_mixture_is_forgotten_when_it_is_cleared(kind: Kind, fused_ste
             opt.zero_grad()
 
     assert outcome(program, kind, fused_step=fused_step) == "right"
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("clean", CLEANS.values(), ids=CLEANS)
+@pytest.mark.parametrize("loses", LOSES, ids=named)
+def test_what_a_test_found_is_not_applied_whatever_is_cleaned(
+    loses: Any, clean: Any, kind: Kind, fused_step: bool
+) -> None:
+    def cleaned(*params: Any) -> None:
+        for param in params:
+            param.grad = None if param.grad is None else clean(param.grad)
+
+    def program(wrap: Any, p: Any, q: Any) -> None:
+        opts.append(loses(wrap, p, q, cleaned))
+
+    opts: list[Any] = []
+    run = Run(program, kind, polyamp.wrap_optimizer, fused_step=fused_step)
+    assert run.refusal is None
+    assert not opts[0].last_step.applied
+    assert all(map(torch.equal, *run.moments))
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("clear", CLEARS.values(), ids=CLEARS)
+def test_an_abandoned_batch_that_was_not_finite_is_forgotten(clear: Any, kind: Kind, fused_step: bool) -> None:
+    def program(wrap: Any, p: Any) -> None:
+        abandons_a_loss_that_was_not_finite(wrap, p, clear=clear)
+
+    assert outcome(program, kind, fused_step=fused_step) == "right"
+
+
+def test_a_step_without_gradients_says_so_and_advances_nothing() -> None:
+    p, q = weights(2)
+    a, b = (polyamp.wrap_optimizer(sgd(one), "mixed_float16", loss_scale=GROWS) for one in (p, q))
+    with pytest.raises(polyamp.errors.UsageError, match="a step without a backward pass"):
+        a.step()
+    b.backward(S(q))
+    a.step()
+    assert a.last_step.applied
+    assert polyamp.save_loss_scale(a)["steps"] == 0
+    assert a.loss_scale == 8.0
+    with pytest.raises(polyamp.errors.UsageError, match="a step without a backward pass"):
+        a.step()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize(("scaled_by", "when"), [("opt", 0), ("opt", 1), ("opt", 3), ("scaler", 0), ("scaler", 1)])
+def test_a_hook_on_scaled_gradients_is_reported_once(register: str, scaled_by: str, when: int) -> None:
+    p, q = weights(2)
+    plain, told = sgd(p, q), []
+    for turn in range(6):
+        if turn == when:
+            for param in (p, q):
+                getattr(param, register)(lambda _: None)
+        if turn == 1:
+            scaler = polyamp.backends.torch.GradScaler("cpu")
+            opt = plain if scaled_by == "scaler" else polyamp.wrap_optimizer(plain, "mixed_float16")
+        if turn < 2:
+            continue
+        with warnings.catch_warnings(record=True) as caught, polyamp.autocast("mixed_float16"):
+            warnings.simplefilter("always")
+            (scaler if scaled_by == "scaler" else opt).scale(S(p) + S(q)).backward()
+            if scaled_by == "scaler":
+                scaler.step(plain)
+                scaler.update()
+            else:
+                opt.step()
+            plain.zero_grad()
+            told.append(["hook" in str(one.message) for one in caught])
+    assert told == ([[], [True], [], []] if when == 3 else [[True], [], [], []])
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "scale-1"])
+def test_a_hook_on_gradients_that_are_not_multiplied_is_not_reported(kind: str) -> None:
+    def program(wrap: Any, p: Any) -> None:
+        p.register_post_accumulate_grad_hook(lambda param: None)
+        train(wrap(sgd(p)), S(p))
+
+    assert Run(program, KINDS[kind], polyamp.wrap_optimizer).told == []
 
 
 # --- what has to be reported, and the loss scale after a loss that is not finite --------------------------------------

@@ -84,6 +84,13 @@ def check_first_use() -> None:
         )
 
 
+def both(one: bool | Tensor, other: bool | Tensor) -> bool | Tensor:
+    """Return whether two flags are set. Two on devices are combined on that of the first."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        other = other.to(one.device)
+    return one & other
+
+
 def scale_on(scale: float | Tensor, device: torch.device) -> Tensor:
     """Return a loss scale as a float32 scalar on a device."""
     if isinstance(scale, Tensor):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,8 +71,17 @@ running_task: Callable[[], int] = torch._C._current_graph_task_id
 """Return autograd's number of the backward pass that the caller runs in; -1 outside. Numbers are not used again."""
 
 
-def running_backward() -> tuple[Sequence[Any], Sequence[Any], bool] | None:
-    """Return what the running backward pass starts from, its ``inputs=``, and whether it adds to ``grad``."""
+class BackwardCall(NamedTuple):
+    """The call of a backward pass: what it starts from, its ``inputs=``, and whether it adds to ``grad``."""
+
+    roots: Sequence[Any] = ()
+    inputs: Sequence[Any] = ()
+    accumulates: bool = True
+    create_graph: bool = False
+
+
+def running_backward() -> BackwardCall | None:
+    """Return the call of the running backward pass, if it can be found."""
     # The engine knows only nodes, and hooks can run in its own threads. The caller of the pass waits in this frame.
     code = torch.autograd.graph._engine_run_backward.__code__
     frame: FrameType | None = sys._getframe(1)
@@ -83,7 +92,13 @@ def running_backward() -> tuple[Sequence[Any], Sequence[Any], bool] | None:
     if frame is None:
         return None
     given = frame.f_locals
-    return given["t_outputs"], given["args"][3], bool(given["kwargs"].get("accumulate_grad", True))
+    _, _, create_graph, inputs, *_ = given["args"]
+    return BackwardCall(given["t_outputs"], inputs, given["kwargs"].get("accumulate_grad", True), create_graph)
+
+
+def gradient_hooks(param: Tensor) -> list[Any]:
+    """Return the functions that run in backward passes and may change a parameter's gradient."""
+    return [*(param._backward_hooks or {}).values(), *(param._post_accumulate_grad_hooks or {}).values()]
 
 
 def until_backward_ends(held: Callable[[], None]) -> None:

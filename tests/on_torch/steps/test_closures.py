@@ -140,3 +140,21 @@ def test_a_closure_without_a_backward_is_refused() -> None:
     with pytest.raises(polyamp.errors.UsageError, match="without a backward"):
         opt.step(lambda: torch.tensor(1.0))
     assert contents(opt) == before
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_closure_whose_loss_reaches_other_parameters_changes_nothing(name: str) -> None:
+    model, other = linear(), linear()
+    opt = polyamp.wrap_optimizer(MAKERS[name](model.parameters()), loss_scale=LossScale(init=256.0))
+    others = polyamp.wrap_optimizer(torch.optim.SGD(other.parameters(), lr=0.1))
+
+    def closure() -> torch.Tensor:
+        loss = loss_of(other)
+        others.backward(loss)
+        return loss
+
+    before = [param.clone() for param in model.parameters()]
+    assert opt.step(closure).isfinite()
+    assert opt.last_step.applied
+    assert all(map(torch.equal, before, model.parameters()))
+    assert opt.loss_scale == 256.0

@@ -277,6 +277,22 @@ def test_a_failed_pass_does_not_hide_the_next_unscaled_one() -> None:
     refused(opt, opt.step)
 
 
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_gradients_after_those_of_the_last_step_are_refused_unless_somebody_says_what_they_are(policy: str) -> None:
+    model = linear()
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    opt.backward(loss_of(model))
+    opt.step()
+    loss_of(model).backward()
+    refused(opt, opt.step, "the unscaled gradients of the last step")
+    opt.zero_grad()
+    opt.backward(loss_of(model))
+    opt.step()
+    model.weight.grad = torch.ones_like(model.weight)
+    if policy == "mixed_float16":
+        refused(opt, opt.step)
+
+
 # --- clipping ---------------------------------------------------------------------------------------------------------
 
 CLIPS: dict[str, Callable[[nn.Module], Any]] = {

@@ -314,7 +314,8 @@ class Pass:
         except (RuntimeError, TypeError, NotImplementedError) as error:
             refusal = f"{native_name(node)} does not run in {decision.format}: {str(error).partition(chr(10))[0]}"
         else:
-            self._again[node] = self._new.records
+            if not self.aliases.changed[node]:
+                self._again[node] = self._new.records
             return decision, known._replace(value=writing.of_results(decision.operation, known.value, known.fake))
         self.decider.refuse(refusal, decision)
         return _as_written(decision, refusal), self._write(node, AS_IT_IS, WEAK)
@@ -389,6 +390,7 @@ class Pass:
         options = {**node.kwargs, "use_reentrant": False}
         call = self.graph.create_node("call_function", checkpoint, (held, *map(self._node_of, given)), options)
         call.meta = dict(node.meta)
+        self._forget(self.aliases.changed[node])
         fakes = tuple(known.fake for known in results)
         return Known(call, fakes, node.meta.get("example_value"), [known.value for known in results])
 

@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -23,9 +23,10 @@ from polyamp.backends.torch.user_code import line_in
 OPERATORS: tuple[type, type] = (type(torch.ops.aten.mm.default), type(torch.ops.aten.mm))  # an overload, a packet
 
 _ATTRIBUTES = {"T": "transpose", "mT": "transpose", "H": "transpose", "mH": "transpose", "data": "detach"}
-_CHANGING_OPERATORS = {
-    operator.setitem,
-    *(getattr(operator, name) for name in FUNCTIONS if name[0] == "i" and hasattr(operator, f"__{name}__")),
+# The methods of tensors behind Python's statements that change them: ``x[0] = 1`` and ``x += y``, but not ``x @= y``.
+_CHANGING = {
+    "__setitem__",
+    *(f"__i{name}" for name in (one[2:] for one in dir(Tensor)) if hasattr(Tensor, f"__i{name}")),
 }
 
 
@@ -51,7 +52,8 @@ def operation_of(node: Node) -> str | None:
     if not _is_torchs(node):
         return None
     plain = name.partition(".")[0]
-    operation = "cast" if plain == "as_tensor" and node.all_input_nodes else FUNCTIONS.get(plain) or canonical(plain)
+    known = FUNCTIONS.get(plain) or canonical(plain) or canonical(plain.strip("_"))  # as in ``x.__matmul__(y)``
+    operation = "cast" if plain == "as_tensor" and node.all_input_nodes else known
     return "identity" if operation == "cast" and _only_moves(node) else operation
 
 
@@ -104,6 +106,15 @@ def addend_of(node: Node) -> Node | None:
 _ADDING = frozenset({"addmm", "baddbmm", "addbmm", "addmv", "addr"})
 
 
+def plain_target(node: Node) -> Any:
+    """Return what a node calls; for ``x @= y`` of tensors, which have no ``__imatmul__``, the operator ``x @ y``."""
+    # As a statement in code that `torch.fx` generates, it would assign the result to the name of ``x``.
+    first = node.args[0].meta.get("example_value") if node.args and isinstance(node.args[0], Node) else None
+    plain = getattr(operator, f"__{native_name(node)[1:]}__", None)
+    is_statement = getattr(operator, native_name(node), None) is node.target and plain is not None
+    return plain if is_statement and not hasattr(first, f"__{native_name(node)}__") else node.target
+
+
 def is_composite(node: Node) -> bool:
     """Return whether a node calls one of torch's Python functions that consists of several operations."""
     return (
@@ -116,36 +127,54 @@ def is_composite(node: Node) -> bool:
 
 
 def changed_in_place(node: Node) -> list[Node]:
-    """Return the nodes whose values a node changes, except statistics such as those of ``batch_norm``."""
+    """Return the nodes whose values a node changes, except statistics such as those of ``batch_norm``.
+
+    >>> graph = torch.fx.symbolic_trace(lambda x, y: torch.sort(torch.relu_(x), out=(y, ~y))).graph
+    >>> [changed_in_place(node) for node in graph.nodes if node.op.startswith("call")]
+    [[x], [], [y, invert]]
+    """
     if not node.op.startswith("call"):
         return []
-    if isinstance(node.target, OPERATORS[0]):
-        places = unstable.written_arguments(node.target)
-        written = [node.args[index] if index < len(node.args) else node.kwargs.get(name) for index, name in places]
-        return [one for one in written if isinstance(one, Node)]
-    given = node.kwargs.get("out")
-    if given is None and (_changes_first(node) or _asked_in_place(node)):
-        given = node.args[0] if node.args else node.kwargs.get("input")
-    return [given] if isinstance(given, Node) else []
+    if unstable.is_operator_of_bodies(node.target, "tag_activation_checkpoint"):
+        return _changed_in_body(node)
+    return list(dict.fromkeys(one for one in pytree.tree_leaves(_written_arguments(node)) if isinstance(one, Node)))
 
 
-def _changes_first(node: Node) -> bool:
-    """Return whether a node changes its first argument according to its name: ``add_``, ``operator.iadd``."""
-    name = native_name(node)
-    if node.target in _CHANGING_OPERATORS:
-        return True
-    return _is_torchs(node) and bool(re.search(r"[^_]_$", name)) and name not in ("requires_grad_", *FUNCTIONS)
+def _written_arguments(node: Node) -> list[Any]:
+    """Return what a call changes: the schemas of torch's operators have it, and the methods of Python's statements."""
+    if isinstance(node.target, OPERATORS):
+        return unstable.written_by(node.target, node.args, node.kwargs)
+    if not _is_torchs(node) or native_name(node) in _MARKING:
+        return []
+    if isinstance(node.target, FunctionType):
+        return _written_by_function(node, node.target)
+    if f"__{native_name(node).strip('_')}__" in _CHANGING:
+        return [node.args[0]]
+    return [node.kwargs.get("out"), *unstable.written_by(f"aten::{native_name(node)}", node.args, node.kwargs)]
 
 
-def _asked_in_place(node: Node) -> bool:
-    """Return whether a call has ``inplace=True``, as ``torch.nn.functional.relu`` accepts."""
-    if not isinstance(node.target, FunctionType):
-        return bool(node.kwargs.get("inplace"))
+_MARKING = frozenset({"requires_grad_", "retain_grad", "record_stream"})  # they leave the numbers as they are
+
+
+def _written_by_function(node: Node, function: FunctionType) -> list[Any]:
+    """Return the arguments that a function written in Python changes: they have no schemas, but say so in two ways."""
     try:
-        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+        given = inspect.signature(function).bind(*node.args, **node.kwargs).arguments
     except TypeError:
-        return False
-    return bool(bound.arguments.get("inplace"))
+        return []
+    return [given.get("out"), next(iter(given.values())) if given.get("inplace") else None]
+
+
+def _changed_in_body(node: Node) -> list[Node]:
+    """Return the arguments of a checkpoint that its body changes."""
+    body, *given = node.args
+    graph = getattr(node.graph.owning_module, str(cast(Node, body).target)).graph
+    aliases, placeholders = Aliases(graph), graph.find_nodes(op="placeholder")
+    return [
+        one
+        for one, inner in zip(given, placeholders, strict=True)
+        if isinstance(one, Node) and aliases.is_touched(inner)
+    ]
 
 
 def path_of(node: Node) -> str:
@@ -186,12 +215,11 @@ class Aliases:
             if (memory := storage_of(node.meta.get("example_value"))) is not None:
                 self._names[memory].append(node)
         self._touched = {memory for nodes in self.changed.values() for node in nodes for memory in _memories(node)}
-        # A user's operator need not return the argument that it changed.
         opaque = {
             memory
-            for node in graph.nodes
-            if isinstance(node.target, OPERATORS[0]) and not str(node.target).startswith("aten.")
-            for one in self.changed[node]
+            for node, changed in self.changed.items()
+            if len(changed) > 1 or _is_opaque(node)
+            for one in changed
             for memory in _memories(one)
         }
         self._pinned = opaque | {memory for memory in self._touched if not self._is_private(memory)}
@@ -216,6 +244,13 @@ class Aliases:
     def _is_private(self, memory: int) -> bool:
         makers = [node for node in self._names[memory] if not self.changed[node]]
         return len(makers) <= 1 and not any(node.op in ("placeholder", "get_attr") for node in makers)
+
+
+def _is_opaque(node: Node) -> bool:
+    """Return whether a node need not return the arguments that it changes: a user's operator, or a checkpoint."""
+    if isinstance(node.target, OPERATORS):
+        return not str(node.target).startswith("aten.")
+    return unstable.is_operator_of_bodies(node.target, "tag_activation_checkpoint")
 
 
 def _memories(node: Node) -> Iterator[int]:

@@ -17,7 +17,7 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.graphs.capture import CONSTANTS, Captured, capture, check_arguments, refusals
 from polyamp.backends.torch.graphs.decisions import Pass, Shared, under_autocast
-from polyamp.backends.torch.graphs.graph import is_composite
+from polyamp.backends.torch.graphs.graph import is_composite, plain_target
 from polyamp.backends.torch.graphs.planning import bytes_saved
 from polyamp.backends.torch.graphs.values import Known, Numbers, constant_of, is_floating, known_value
 from polyamp.backends.torch.graphs.writing import Attributes
@@ -202,6 +202,7 @@ def expand(module: GraphModule) -> None:
         if isinstance(inner, GraphModule):
             expand(inner)
     for node in list(module.graph.nodes):
+        node.target = plain_target(node)
         if is_composite(node):
             _expand(module.graph, node)
 

@@ -76,7 +76,7 @@ def _forget_guards(code: Any) -> None:
     for finalizer in list(getattr(weakref.finalize, "_registry", ())):
         found = finalizer.peek()
         manager = getattr(getattr(found[1], "func", None), "__self__", None) if found else None
-        if isinstance(manager, CheckFunctionManager) and id(manager.guard_manager) in known:
+        if isinstance(manager, CheckFunctionManager) and id(getattr(manager, "guard_manager", None)) in known:
             finalizer.detach()
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -19,8 +19,40 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 def written_arguments(overload: Any) -> list[tuple[int, str]]:
     """Return positions and names of the arguments that an operator changes, which only its private schema has."""
-    arguments = enumerate(overload._schema.arguments)
-    return [(index, one.name) for index, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return [(index, one.name) for index, one in _written(overload._schema)]
+
+
+def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that a call of an operator changes, whichever of its overloads the call means."""
+    found = list[Any]()
+    for schema in [operator._schema] if hasattr(operator, "_schema") else _schemas(str(operator).replace(".", "::")):
+        places = [(str(one.type), -1 if one.kwarg_only else index, one.name) for index, one in _written(schema)]
+        given = [
+            (kind, args[index] if 0 <= index < len(args) else kwargs.get(name, kwargs.get(_PYTHONS.get(name, name))))
+            for kind, index, name in places
+        ]
+        if all(_takes(kind, value) for kind, value in given):
+            found += [value for _, value in given]
+    return found
+
+
+def _takes(kind: str, value: Any) -> bool:
+    """Return whether an argument of a schema may be this value; ``sort`` changes a list, but not a tensor."""
+    return "Optional" in kind if value is None else ("List" in kind) == isinstance(value, list | tuple)
+
+
+_PYTHONS = {"self": "input"}  # Python's names of arguments, where they differ from the schemas'
+
+
+def _written(schema: Any) -> list[tuple[int, Any]]:
+    arguments = enumerate(schema.arguments)
+    return [(index, one) for index, one in arguments if one.alias_info is not None and one.alias_info.is_write]
+
+
+@cache
+def _schemas(name: str) -> list[Any]:
+    """Return the schemas of an operator's overloads; empty if there is no operator of that name."""
+    return torch._C._jit_get_schemas_for_operator(name)
 
 
 def _autocast_key(device_type: str) -> Any:

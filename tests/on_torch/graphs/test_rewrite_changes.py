@@ -1,0 +1,267 @@
+"""Which call changes which tensors in place: a rewritten graph knows it of every function that PyTorch has."""
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.guards import CheckFunctionManager
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils.checkpoint import checkpoint
+
+from polyamp.backends.torch import rewrite
+from polyamp.backends.torch.graphs.graph import changed_in_place  # noqa: TID251
+from polyamp.errors import UsageError
+from support.torch_cases import mlp
+from support.torch_changes import PLACES, Call, calls_of, difference, program
+
+POLICIES = ["mixed_bfloat16", "mixed_float16"]
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)) / 3
+V = nn.Parameter(W.clone())
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def masks(x: Tensor) -> Any:
+    mask, other = x[:, :1] > 0, x[:, 1:2] > 0
+    hidden = (torch.where(~mask, x @ W, x) - x) * mask
+    return hidden, mask & ~other, ~mask & other, mask & other, (x @ W).masked_fill(~mask, -1e4), mask.sum(-1)
+
+
+def rows(x: Tensor) -> Any:
+    index = torch.arange(4)
+    return (x @ W)[~index] * 2 + (x @ W)[index]
+
+
+def scaled(x: Tensor) -> Any:
+    y = x @ V
+    y *= 0.5
+    return torch.softmax(y, -1)
+
+
+def chained(x: Tensor) -> Any:
+    y = (x @ V).mul_(2).add_(1)
+    return torch.logsumexp(y, -1), x
+
+
+def after_an_activation(x: Tensor) -> Any:
+    return F.relu(x @ V, inplace=True).add_(1).exp()
+
+
+def residual(x: Tensor) -> Any:
+    y = x @ V
+    y *= 2
+    y += x
+    return y.exp(), (y * y).sum(-1)
+
+
+def into_its_own_value(x: Tensor) -> Any:
+    y = x @ W
+    z = torch.mul(y, 2, out=y)
+    return torch.softmax(z, -1), y
+
+
+def product_assigned(x: Tensor) -> Any:
+    y = z = x @ W
+    y @= W
+    return y, z * 2
+
+
+def shifted(x: Tensor) -> Any:
+    i = j = (x * 4).long()
+    i <<= 2
+    k = j >> 1
+    j >>= 1
+    return i, j, k, x @ W
+
+
+def size_assigned(x: Tensor) -> Any:
+    n = m = x.shape[0]
+    n += 1
+    return x.new_zeros(n), x[:m] @ W
+
+
+def bits(x: Tensor) -> Any:
+    y, z = (x > 0), (x @ W > 0)
+    view = y[:2]
+    y &= z
+    y ^= view.any()
+    return y, view, y.__ior__(z), view
+
+
+def two_results(x: Tensor) -> Any:
+    values, indices = torch.empty(8), torch.empty(8, dtype=torch.long)
+    result = torch.max(x @ W, 0, out=(values, indices))
+    return values @ W, indices, result.values * 2, result.indices
+
+
+def sorted_into(x: Tensor) -> Any:
+    values, indices = torch.empty(4, 8), torch.empty(4, 8, dtype=torch.long)
+    torch.sort(x @ W, 0, out=(values, indices))
+    return values @ W, values, indices
+
+
+def methods(x: Tensor) -> Any:
+    y = (x @ W).clone()
+    view = y[0]
+    y.__iadd__(1.0)
+    y[1:3].__imul__(2)
+    y.__setitem__(3, 0.5)
+    return y, view, y @ W
+
+
+def lists(x: Tensor) -> Any:
+    y = x @ W
+    z = y.clone()
+    view = z[0]
+    result = torch._foreach_mul_([z, y], 2)
+    torch._foreach_add_([z], [x])
+    return z, view, y, result[0] @ W
+
+
+def out_of_python(x: Tensor) -> Any:
+    y, z = x @ W, torch.zeros(4, 8)
+    F.normalize(y, out=z)
+    return z, z @ W, F.elu(y, 1.0, True) @ W, y
+
+
+def checkpointed(x: Tensor) -> Any:
+    y = x @ W
+    before = y @ W
+    z = checkpoint(lambda y: y.mul_(2) * 1, y, use_reentrant=False)
+    return before, y @ W, z
+
+
+def views_of_views(x: Tensor) -> Any:
+    y = x @ W
+    view = y.t()[1:3].diagonal()
+    part = y.unflatten(1, (2, 4))[:, 0]
+    view.add_(1)
+    with torch.no_grad():
+        part.masked_fill_(part > 0.5, 0.0)
+    y.T[0].copy_(y[0, :4])
+    return y @ W, view, part
+
+
+def out_of_an_input(x: Tensor) -> Any:
+    y = x @ W
+    torch.add(y, 1, out=y)
+    torch.mul(x, 2, out=x[:])
+    return y.exp(), x @ W, torch.cumsum(y, 0, out=y[:]), y
+
+
+PROGRAMS: list[Callable[[Tensor], Any]] = [
+    *(masks, rows, scaled, chained, after_an_activation, residual, into_its_own_value, product_assigned, shifted),
+    *(size_assigned, bits, two_results, sorted_into, methods, lists, out_of_python, checkpointed, views_of_views),
+    out_of_an_input,
+]
+
+
+@pytest.mark.parametrize(("fn", "policy"), [*zip(PROGRAMS, itertools.cycle(POLICIES), strict=False)])
+def test_a_program_that_changes_values_computes_what_it_did(fn: Callable[[Tensor], Any], policy: str) -> None:
+    ours, theirs = X.clone(), X.clone()
+    assert difference((rewrite(fn, X, policy=policy)(ours), ours), (fn(theirs), theirs)) < 0.03
+
+
+@pytest.mark.parametrize(("fn", "policy"), [*zip([scaled, chained, residual], itertools.cycle(POLICIES), strict=False)])
+def test_a_change_in_place_has_one_gradient(fn: Callable[[Tensor], Any], policy: str) -> None:
+    def total(x: Tensor) -> Tensor:
+        results = fn(x)
+        return sum((one.sum() for one in (results if isinstance(results, tuple) else (results * x,))), torch.zeros(()))
+
+    ours, theirs = X.clone().requires_grad_(), X.clone().requires_grad_()
+    rewrite(total, ours, policy=policy)(ours).backward()
+    total(theirs).backward()
+    assert difference(ours.grad, theirs.grad) < 0.05
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Dynamo
+@pytest.mark.parametrize("fn", [residual, two_results])
+def test_torch_compile_of_such_a_program(fn: Callable[[Tensor], Any]) -> None:
+    compiled = torch.compile(rewrite(fn, X, policy="mixed_bfloat16"), backend="aot_eager", fullgraph=True)
+    assert difference(compiled(X.clone()), fn(X.clone())) < 0.03
+
+
+# --- PyTorch's own operators ------------------------------------------------------------------------------------------
+
+# They update statistics, or change the size alone, which they do not for these samples.
+_APART = {"_native_batch_norm_legit", "instance_norm", "batch_norm", "resize_", "resize_as_", "empty", "kron"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # PyTorch's own, of some operators
+def test_what_a_call_changes_is_what_pytorch_changes() -> None:
+    """Whatever a call changed has another version afterwards."""
+    wrong, changing = [], 0
+    for call in (one.copied() for info in op_db for one in calls_of(info)):
+        node, tensors = call.node()
+        before = {one: tensor._version for one, tensor in tensors.items()}
+        try:
+            with torch.no_grad():
+                call(*call.args, **call.kwargs)
+        except (RuntimeError, TypeError):  # the method or result does not take this sample
+            continue
+        changed = {one for one, tensor in tensors.items() if tensor._version != before[one]}
+        changing += bool(changed)
+        if changed != set(changed_in_place(node)) and not any(name in str(call) for name in _APART):
+            wrong.append(str(call))
+    assert wrong == []
+    assert changing > 400
+
+
+def sampled(count: int | None) -> Iterator[tuple[Call, str, str]]:
+    """Yield calls that change something, with a place and a policy for each."""
+    draw = random.Random(0)
+    infos = list(op_db)
+    draw.shuffle(infos)
+    changing = (call for info in infos for call in calls_of(info) if changed_in_place(call.node()[0]))
+    for _, call in zip(range(count or 10_000), changing, strict=False):
+        yield call, draw.choice([*PLACES]), draw.choice(POLICIES)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("count", [8, pytest.param(None, marks=pytest.mark.long)])
+def test_programs_around_pytorchs_operators_compute_what_they_did(count: int | None) -> None:
+    wrong, right = [], 0
+    for call, place, policy in sampled(count):
+        fn, args = program(call, place)
+        ours, theirs = ([one.clone() for one in args] for _ in range(2))
+        try:
+            torch.manual_seed(0)
+            expected = fn(*theirs)
+        except RuntimeError:
+            continue  # the operator does not take such an operand
+        with contextlib.suppress(UsageError):  # Dynamo cannot trace some of them
+            rewritten = rewrite(fn, *args, policy=policy)
+            torch.manual_seed(0)
+            right += (is_right := difference((rewritten(*ours), ours), (expected, theirs)) < 0.06)
+            wrong += [] if is_right else [(str(call), place, policy)]
+    assert wrong == []
+    assert right > (count or 600) / 2
+
+
+# --- interruptions ----------------------------------------------------------------------------------------------------
+
+
+def test_a_capture_that_is_interrupted_leaves_nothing_that_later_ones_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = CheckFunctionManager.build_guards
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        build(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckFunctionManager, "build_guards", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rewrite(model, X, policy="mixed_bfloat16")
+    assert rewrite(mlp(), X, policy="mixed_bfloat16")(X).shape == (4, 4)

@@ -48,12 +48,14 @@ def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled:
     # This needs one copy of parameters and state.
     is_first = isinstance(optimizer.inner, torch.optim.LBFGS) or not _has_gradients(optimizer)
     first = _evaluate(optimizer, closure) if is_first else None
-    found = optimizer.scaling_of_gradients(scaled)
-    if found is None:
-        optimizer.close(optimizer.scaler, True, None)
-        return first
-    scaling = found
-    if optimizer.prepare(scaling)[0]:
+    with optimizer.told_to_peers():
+        found = optimizer.scaling_of_gradients(scaled)
+        if found is None:
+            optimizer.close(optimizer.scaler, True, None)
+            return first
+        scaling = found
+        bad, _ = optimizer.prepare(scaling)
+    if bad:
         optimizer.finish(False, scaling)
         return first
     before = _Snapshot(optimizer.inner)
@@ -68,8 +70,10 @@ def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled:
             optimizer.masters.update_model()
         _clear_as_masters(optimizer)
         loss = _evaluate(optimizer, closure)
-        scaling = optimizer.scaling_of_gradients(scaled) or scaling
-        if optimizer.prepare(scaling)[0]:
+        with optimizer.told_to_peers():
+            scaling = optimizer.scaling_of_gradients(scaled) or scaling
+            bad, _ = optimizer.prepare(scaling)
+        if bad:
             raise _Overflow
         return loss
 

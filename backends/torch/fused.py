@@ -37,7 +37,7 @@ from polyamp.backends.torch.kernels.control import applied_flag, check_first_use
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
 from polyamp.backends.torch.operands import NO_MASTERS, Batch, Calls, is_dense
 from polyamp.backends.torch.overflow import explanation
-from polyamp.backends.torch.ranks import OverflowedRanks, add_shards_, any_rank, has_peers
+from polyamp.backends.torch.ranks import add_shards_, has_peers
 from polyamp.backends.torch.unstable import has_step_pre_hooks, is_flattened, run_with_step_hooks
 from polyamp.errors import InvalidValueError, PolyampError
 from polyamp.settings import LossScale
@@ -91,11 +91,15 @@ class FusedStep:
         device = batches[0].device if batches else self._inner.param_groups[0]["params"][0].device
         scale, control = scale_on(scaling.factor, device), scaler.control_on(device)
         grads = [batch.grads() for batch in batches]
-        overflowed = self._measure(optimizer, batches, grads, scale, checks=checks)
+        made = [batch for batch in batches if batch.made]
+        try:
+            self._measure(optimizer, scaling, batches, grads, scale, checks=checks)
+        except PolyampError:  # the ranks refuse this step
+            _settle(made, applied=False)
+            raise
         advances, report = checks and scaler.opens_round(optimizer), torch.empty_like(control)
         settings = [_settings(scaler.settings, max_norm, advance) for advance in (False, advances)]
         run_with_step_hooks(self._inner, lambda: self._update(batches, grads, scale, control, settings, report))
-        made = [batch for batch in batches if batch.made]
         if made:
             _settle(made, applied=bool(applied_flag(report)))
         applied: bool | Tensor = applied_flag(report) if checks else True
@@ -103,34 +107,34 @@ class FusedStep:
             scaler.advanced(report, optimizer)
         else:
             scaler.advance(applied, optimizer)
-        optimizer.close(scaler, applied, explanation(optimizer, known, overflowed), left=scaling)
+        explain = explanation(optimizer, known, optimizer.findings.overflowed)
+        optimizer.close(scaler, applied, explain, left=scaling)
         return True
 
     def _measure(
         self,
         optimizer: LossScaledOptimizer,
+        scaling: Scaling,
         batches: Sequence[Batch],
         grads: Sequence[Sequence[Tensor]],
         scale: Tensor,
         *,
         checks: bool,
-    ) -> OverflowedRanks | None:
+    ) -> None:
         """Write ``stats``: the norm of the gradients, and whether one is not finite, over all ranks."""
         scratch, clips = self._scratch_on(scale.device), optimizer.max_grad_norm is not None
         if checks or clips:
             every = [grad for some in grads for grad in some]
             torch.ops.polyamp.grad_stats(every, [], scale, scratch.stats, scratch.workspace)
-        if clips and batches and hasattr(batches[0].first, "placements"):
-            add_shards_(scratch.stats[:1], batches[0].first)
         if not checks:
             scratch.stats[1 if clips else 0 :].zero_()
-            return None
-        for finite in optimizer.findings.losses.values():
-            scratch.stats[2] += ~finite.to(scale.device)
-        if has_peers(optimizer.process_group):
-            scratch.stats[1:], overflowed = any_rank(scratch.stats[1:], optimizer.process_group)
-            return overflowed
-        return None
+        else:
+            for finite in optimizer.findings.losses.values():
+                scratch.stats[2] += ~finite.to(scale.device)
+            if has_peers(optimizer.process_group):
+                scratch.stats[1] = optimizer.decide(scratch.stats[1:].amax(), scaling)
+        for layout in filter(None, self._calls.layouts if clips else ()):
+            add_shards_(scratch.stats[:1], layout)
 
     def _update(
         self,
@@ -180,7 +184,7 @@ class FusedStep:
         batches = self._calls.of(self._inner, rule, models, self.is_for)
         if batches is None or len({batch.device for batch in batches}) > 1:  # statistics would have to be combined
             return None
-        if clips and (len(set().union(*(batch.layouts for batch in batches))) > 1 or self._has_flattened_shards()):
+        if clips and (len(self._calls.layouts) > 1 or self._has_flattened_shards()):
             return None  # of shards in several layouts PyTorch computes the norm
         self._check(batches)
         return batches

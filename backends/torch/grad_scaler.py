@@ -21,7 +21,7 @@ from polyamp.backends.torch.modules import names_of
 from polyamp.backends.torch.optimizer import LossScaledOptimizer, update_or_skip
 from polyamp.backends.torch.overflow import explanation
 from polyamp.backends.torch.provenance import report_hooks
-from polyamp.backends.torch.ranks import OverflowedRanks, any_rank
+from polyamp.backends.torch.ranks import RankSet, has_peers
 from polyamp.backends.torch.refusals import scaled_twice
 from polyamp.backends.torch.saving import FIX, bad_state
 from polyamp.backends.torch.scale import LossScaler
@@ -46,7 +46,7 @@ class _Tested:
     """The gradients of a plain optimizer since the last `update`."""
 
     bad: Tensor  # 1.0 if a rank had gradients that were not finite when they were unscaled, else 0.0
-    overflowed: OverflowedRanks | None  # the ranks that had them
+    overflowed: RankSet | None  # the ranks that had them
     finite: bool | Tensor | None = None  # whether it stepped; None before
 
 
@@ -337,7 +337,10 @@ class GradScaler(torch.amp.GradScaler):
             )
         if optimizer not in self._stepped:
             report_hooks(gradients.parameters, scaler, clip="after scaler.unscale_(optimizer)")
-        bad, overflowed = any_rank(gradients.unscale(scaler.inverse(scaler.state.scale)))
+        bad, overflowed = gradients.unscale(scaler.inverse(scaler.state.scale)), None
+        if has_peers():
+            decision = scaler.decide(bad, None)
+            bad, overflowed = decision.flag(bad.device), decision.overflowed
         seen = self._seen[id(optimizer)] = _Tested(bad, overflowed)
         return seen
 

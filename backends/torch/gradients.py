@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.ranks import OverflowedRanks, any_rank, shard_group
+from polyamp.backends.torch.ranks import Decision, RankSet, add_shards_, layout_of, shard_group
 from polyamp.backends.torch.unstable import have_flattened
 
 if TYPE_CHECKING:
@@ -82,16 +82,16 @@ class Gradients:
         """Scale the gradients in place so that their global L2 norm is at most ``max_norm``."""
         # The 1e-6 in the divisor is that of ``torch.nn.utils.clip_grad_norm_``: the results are bitwise equal.
         with torch.no_grad():
-            buckets = self._sorted()
-            norms: list[Tensor] = []
-            for kind, bucket in buckets.items():
-                norms += _norms(bucket) if kind[-1] is None else ()
+            buckets, norms = self._sorted(), self._norms_of(None)
             if self._norm_group is not None:
                 groups = dict.fromkeys(map(self._norm_group, self.parameters))  # in the same order on every rank
-                norms += [self._norm_over(group) for group in groups if group is not None]
+                for group in filter(None, groups):
+                    total = self._sum_of_squares(self._norms_of(group))
+                    torch.distributed.all_reduce(total, group=group)
+                    norms.append(total.sqrt().float()[0])
             if not norms:
                 return torch.zeros((), device=self.parameters[0].device)
-            if len(buckets) > 1:
+            if len(norms) > 1:
                 norms = [norm.to(norms[0].device) for norm in norms]
             total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
             factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -123,14 +123,26 @@ class Gradients:
                 self._buckets.setdefault((*_kind(grad), group), []).append(grad)
         return self._buckets
 
-    def _norm_over(self, group: Any) -> Tensor:
-        """Return the norm over a group of ranks. Every rank of it takes part, with or without gradients."""
-        norms = [norm for kind, bucket in self._sorted().items() if kind[-1] is group for norm in _norms(bucket)]
-        device = self.parameters[0].device
-        here = [norm.to(device) for norm in norms] or [torch.zeros((), device=device)]
-        total = torch.stack(here).square().sum()
-        torch.distributed.all_reduce(total, group=group)
-        return total.sqrt()
+    def _norms_of(self, group: Any) -> list[Tensor]:
+        """Return the norms of gradients of one norm group: of shards one norm over all ranks, for each layout."""
+        # Every rank of a mesh takes part for every layout of its parameters, with or without a gradient.
+        whole: list[Tensor] = []
+        own = (param for param in self.parameters if self._norm_group is None or self._norm_group(param) is group)
+        parts: dict[Any, list[Tensor]] = {layout: [] for param in own if (layout := layout_of(param)) is not None}
+        for kind, bucket in self._sorted().items():
+            if kind[-1] is group:
+                layout = layout_of(bucket[0])
+                (whole if layout is None else parts.setdefault(layout, [])).extend(_norms(bucket))
+        for layout, norms in parts.items():
+            total = self._sum_of_squares(norms)
+            add_shards_(total, layout)
+            whole.append(total.sqrt().float()[0])
+        return whole
+
+    def _sum_of_squares(self, norms: Sequence[Tensor]) -> Tensor:
+        """Return the sum of squares in float64, as polyamp's operators do: other ranks may use those."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.parameters[0].device)
+        return torch.cat([total, *(norm.to(total).view(1) for norm in norms)]).square().sum().view(1)
 
 
 class WindowFlags:
@@ -140,7 +152,7 @@ class WindowFlags:
         self.flags: dict[LossScaler, Tensor] = {}  # of each loss, from when its gradients were tested
         self.losses: dict[LossScaler, Tensor] = {}  # whether the losses themselves were finite
         self.partners: Tensor | None = None  # the flag of optimizers that skip together with this one
-        self.overflowed: OverflowedRanks | None = None  # the ranks whose gradients were not finite
+        self.decision: Decision | None = None  # of all ranks
 
     def note(self, bad: Tensor, scalers: Iterable[LossScaler]) -> None:
         """Note for losses whether gradients became non-finite by theirs."""
@@ -174,19 +186,16 @@ class WindowFlags:
         """Skip the next step if a flag is not 0, as if a gradient were not finite."""
         self.partners = bad if self.partners is None else torch.maximum(self.partners, bad.to(self.partners.device))
 
-    def over_ranks(self, bad: Tensor, process_group: Any, reached: Iterable[LossScaler] = ()) -> Tensor:
-        """Combine the flag of a step, and those of its losses if there are several, over the ranks.
+    def note_decision(self, decision: Decision, device: torch.device) -> Tensor:
+        """Note what the ranks have decided, which is the same flag for all losses, and return the flag."""
+        self.decision, bad = decision, decision.flag(device)
+        self.flags = dict.fromkeys(self.flags, bad)  # other ranks may have had other losses
+        return bad
 
-        All ranks name the same losses, ``reached``: also a rank that some of them did not reach.
-        """
-        self.flags = {each: self.flags.get(each, bad * 0) for each in reached} | self.flags
-        if len(self.flags) < 2:
-            bad, self.overflowed = any_rank(bad, process_group)
-            return bad
-        every = torch.stack([bad, *(flag.to(bad.device) for flag in self.flags.values())])
-        combined, self.overflowed = any_rank(every, process_group)
-        self.flags = dict(zip(self.flags, combined[1:].unbind(), strict=True))
-        return combined[0]
+    @property
+    def overflowed(self) -> RankSet | None:
+        """The ranks whose gradients were not finite; None without other ranks."""
+        return None if self.decision is None else self.decision.overflowed
 
     def by_loss(self, finite: bool | Tensor) -> list[tuple[LossScaler, bool | Tensor]]:
         """Return for each loss whether its gradients were finite: bools if ``finite`` is a bool."""
@@ -233,9 +242,11 @@ def _kind(grad: Any) -> tuple[Any, ...]:
 
 
 def _norms(bucket: Bucket) -> Sequence[Tensor]:
-    """Return the gradients' norms. For distributed gradients, return one norm over all shards: one communication."""
+    """Return the gradients' norms, of shards those of this rank; of sums that are not complete, one for all."""
     # The norm of 16-bit gradients can exceed float16's range although no gradient does.
     wide = torch.float32 if bucket[0].dtype in SIXTEEN_BIT else None
+    if layout_of(bucket[0]) is not None:
+        bucket = [local(grad) for grad in bucket]
     norms = torch._foreach_norm(bucket, 2.0, dtype=wide)
     if not hasattr(norms[0], "full_tensor"):
         return norms

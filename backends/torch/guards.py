@@ -18,7 +18,8 @@ from torch import Tensor
 
 from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping
+from polyamp.backends.torch.joining import check_join
+from polyamp.backends.torch.unstable import ask_before_clipping, ask_before_joining, leave_clipping
 from polyamp.errors import UsageError, warn_once
 from polyamp.policies import in_policy
 from polyamp.without_effect import report_missing_scale, report_no_policy
@@ -74,6 +75,8 @@ def check_not_shared(optimizer: LossScaledOptimizer, scaling: Scaling, alive: It
 
 def guard(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:
     """Guard the inner optimizer's step and torch's clipping functions, for as long as an optimizer lives."""
+    if torch.distributed.is_available():
+        ask_before_joining(lambda joinables: check_join(joinables, alive))
     if not (optimizer.scaler.multiplies or optimizer.masters is not None):
         return
     ask_before_clipping("optimizers", lambda params, limit, measured: _clipped(params, limit, alive, measured))

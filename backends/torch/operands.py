@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.gradients import local
 from polyamp.backends.torch.kernels.arguments import UpdateRule
+from polyamp.backends.torch.ranks import layout_of
 from polyamp.backends.torch.unstable import local_shard
 
 Masters = Mapping[int, Tensor]
@@ -88,7 +89,6 @@ class Batch:
     def __init__(self, rule: UpdateRule, optimizer: torch.optim.Optimizer, places: Sequence[Place]) -> None:
         self.places = places
         self.numbers = sorted({place.group for place in places})
-        self.layouts = {_layout(place.param) for place in places}
         self.params = [local(place.param).detach() for place in places]
         self.masters = [local(place.key).detach() for place in places if place.param is not place.key]
         self.groups = torch.tensor([place.group for place in places], dtype=torch.int64, device="cpu")
@@ -109,12 +109,6 @@ class Batch:
     def device(self) -> torch.device:
         """The device of all tensors."""
         return self.params[0].device
-
-    @property
-    def first(self) -> Tensor:
-        """The first gradient."""
-        first: Tensor = self.places[0].param.grad  # type: ignore[assignment]
-        return first
 
     def is_current(self) -> bool:
         """Return whether the parameters' addresses and the state's tensors are unchanged since this batch was made."""
@@ -176,10 +170,6 @@ class Batch:
         return local(value)
 
 
-def _layout(param: Any) -> Any:
-    return (param.device_mesh, param.placements) if hasattr(param, "placements") else None
-
-
 class Calls:
     """The calls of the last step, reused for the next one as long as parameters and state are the same."""
 
@@ -189,6 +179,7 @@ class Calls:
         self._masters = NO_MASTERS
         self._places: list[Place] = []
         self._params: list[Tensor] = []  # of the places
+        self.layouts: set[Any] = set()  # of all parameters, with gradients or without
         self._supported: list[bool] = []
         self._found: tuple[list[bool], list[bool]] | None = None  # which have gradients, and which groups are covered
         self._batches: list[Batch] | None = []
@@ -242,6 +233,7 @@ class Calls:
             for key in group["params"]
         ]
         self._params = [place.param for place in self._places]
+        self.layouts = {*map(layout_of, self._params)}
         self._supported = [place.is_supported and is_for(place.param.device) for place in self._places]
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,7 @@ from polyamp.backends.torch.guards import (
     report_policy,
     update_begins,
 )
+from polyamp.backends.torch.joining import JoinedRank
 from polyamp.backends.torch.masters import make_masters
 from polyamp.backends.torch.overflow import Overflow
 from polyamp.backends.torch.provenance import Scaling, Witness
@@ -150,10 +152,12 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         ALIVE.add(self)
         self.is_stepping = False
         self.process_group, self.norm_group = process_group, norm_group
+        self._join_config: Any = None  # set by torch's ``Join``
         self.named = {} if named is None else named
         self.steps, self.regions_before, self.lacks_policy = 0, HERE.thread.count, False  # see `report_policy`
         self.lowers: bool | None = None
         self.findings = WindowFlags()  # of the gradients so far
+        self._is_decided = False  # whether the ranks have decided about this step
         self._simple_for = (0, False)  # the number of parameters at the last `Gradients.are_simple`, and its result
         self._fused: FusedStep | None = None
         self.witness = Witness(self)
@@ -233,7 +237,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             return loss
         if self.steps < STEPS:
             look_for_casts(self, losses_in(loss))
-        return self.scaler.of(loss_id).scale(loss, process_group=self.process_group, by=self)
+        return self.scaler.of(loss_id, self.process_group).scale(loss, process_group=self.process_group, by=self)
 
     @not_traced
     def backward(self, loss: Tensor, loss_id: Hashable = None, *more: Any, **options: Any) -> None:
@@ -295,9 +299,10 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """
         if LISTENERS:
             update_begins()
-        if self.witness.is_unscaled and not self.witness.has_more:
-            raise refusals.unscaled_already(where="unscale_()", fix="call it once after the last backward()")
-        self._unscale_now(scaled)
+        with self.told_to_peers():
+            if self.witness.is_unscaled and not self.witness.has_more:
+                raise refusals.unscaled_already(where="unscale_()", fix="call it once after the last backward()")
+            self._unscale_now(scaled)
 
     @not_traced
     def clip_grad_norm_(self, max_norm: float, *, scaled: bool | None = None) -> Tensor:
@@ -317,7 +322,9 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         refusals.check_norm(max_norm)
         if LISTENERS:
             update_begins()
-        norm = self._unscale_now(scaled).clip(max_norm)
+        with self.told_to_peers():
+            gradients = self._unscale_now(scaled)
+        norm = gradients.clip(max_norm)
         self.witness.accept_writes()
         return norm
 
@@ -374,17 +381,18 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def make_step(self, scaled: bool | None = None) -> Any:
         """Make a step from the gradients that are there, in the order that the top of this file describes."""
-        for scaler in self.scaler.all():
-            if scaler.late.copy is not None:
-                scaler.report_earlier_step(overflow.explanation(self), process_group=self.process_group)
-        scaling, operators = self.scaling_of_gradients(scaled), self._operators()  # 1.
         self.is_stepping = True
         try:
-            if scaling is None:
-                return self._step_without_gradients()
-            if operators is not None and operators.step(self, scaling):  # 2. to 6.
-                return None
-            bad, gradients = self.prepare(scaling, operators)  # 2., 3., 4.
+            with self.told_to_peers():
+                for scaler in self.scaler.all():
+                    if scaler.has_late_reports:
+                        scaler.report_earlier_step(overflow.explanation(self), process_group=self.process_group)
+                scaling, operators = self.scaling_of_gradients(scaled), self._operators()  # 1.
+                if scaling is None:
+                    return self._step_without_gradients()
+                if operators is not None and operators.step(self, scaling):  # 2. to 6.
+                    return None
+                bad, gradients = self.prepare(scaling, operators)  # 2., 3., 4.
             inner, on_device = self.inner, self.on_device
             result, finite = update_or_skip(inner, bad, gradients, on_device, has_stepped=self.has_stepped)  # 5.
             self.has_stepped = self.has_stepped or finite is True
@@ -448,29 +456,37 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         if operators is not None and checks and not was_unscaled and limit is not None and self.norm_group is None:
             found = operators.unscale_and_clip(gradients, scaling.factor, limit)
         bad = self._unscale(gradients, scaling, checks=checks) if found is None else found
-        if found is None and limit is not None:
-            norm = gradients.clip(limit, skipped=bad)
-            if was_unscaled and checks:  # somebody may have changed them since
-                bad = norm.isfinite().logical_not().float()
-        elif was_unscaled and checks:
-            bad = gradients.test()
-        if not checks:
-            return bad, gradients
-        if self.findings.partners is not None:
-            bad = torch.maximum(bad, self.findings.partners.to(bad.device))
-        if self.findings.flags or self.findings.losses:
-            bad = self.findings.worst(bad)
-        self._note(bad, scaling)
-        if has_peers(self.process_group):
-            bad = self.findings.over_ranks(bad, self.process_group, self._losses_reached())
+        if checks:
+            if was_unscaled:  # somebody may have changed them since
+                bad = gradients.test()
+            if self.findings.partners is not None:
+                bad = torch.maximum(bad, self.findings.partners.to(bad.device))
+            if self.findings.flags or self.findings.losses:
+                bad = self.findings.worst(bad)
+            self._note(bad, scaling)
+            bad = self.decide(bad, scaling)
+        if found is None and limit is not None:  # after the decision: ranks that refuse have no norm to add
+            gradients.clip(limit, skipped=bad)
         return bad, gradients
 
-    def _losses_reached(self) -> list[LossScaler]:
-        """Return the losses that reached parameters of this window, here or on another rank, if there are several."""
-        if not self.scaler.others:
-            return []
-        recent = self.witness.recent_scalers()
-        return [scaler for scaler in self.scaler.all() if scaler in self.findings.flags or scaler in recent]
+    def decide(self, bad: Tensor, scaling: Scaling) -> Tensor:
+        """Return whether to skip, by this rank's flag and those of the others: 1.0 or 0.0."""
+        if not has_peers(self.process_group):
+            return bad
+        self._is_decided = True
+        return self.findings.note_decision(scaling.scaler.decide(bad, self.process_group), bad.device)
+
+    @contextmanager
+    def told_to_peers(self) -> Iterator[None]:
+        """Let the other ranks refuse a step too that this one refuses: they would wait for it."""
+        self._is_decided = False
+        try:
+            yield
+        except Exception:
+            if self.checks and not self._is_decided and has_peers(self.process_group):
+                flag = torch.zeros((), device=next(self.model_parameters()).device)
+                self.scaler.decide(flag, self.process_group, refuses=True)
+            raise
 
     def finish(self, finite: bool | Tensor, scaling: Scaling) -> None:
         """Round the masters into the model after an applied step, advance the loss scale, and report a skipped step."""
@@ -593,6 +609,21 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """Use the loss scales of another wrapped optimizer, which trains on the same losses."""
         self.scaler = other.scaler
         self.last_step = StepResult(self.scaler.state)
+
+    def join_hook(self, **kwargs: Any) -> JoinedRank:
+        """Return what a rank does that has no inputs left in ``torch.distributed.algorithms.Join([model, self])``."""
+        inner = getattr(self.inner, "join_hook", None)
+        return JoinedRank(self, None if inner is None else inner(**kwargs))
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the parameters, for ``Join``."""
+        return next(self.model_parameters()).device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The ranks that step together, for ``Join``."""
+        return self.process_group or torch.distributed.group.WORLD
 
     def holders(self) -> Iterator[Any]:
         """Yield the objects that hold data about losses and gradients, for `recording.reach.keep`."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from polyamp.backends.torch.gradients import Gradients, dense, local
 from polyamp.backends.torch.modules import names_of
-from polyamp.backends.torch.ranks import OverflowedRanks
+from polyamp.backends.torch.ranks import RankSet
 from polyamp.scale import NONFINITE_LOSS
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ def find(param_groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, Counts]:
     }
 
 
-def describe(
-    bad: Sequence[Overflow], loss_was_finite: bool | None = None, overflowed: OverflowedRanks | None = None
-) -> str:
+def describe(bad: Sequence[Overflow], loss_was_finite: bool | None = None, overflowed: RankSet | None = None) -> str:
     """Return a line about the values that overflowed and the consequence for the loss scale."""
     if overflowed is not None and not overflowed.includes_this():
         return str(overflowed)
@@ -96,7 +94,7 @@ def overflowed(optimizer: LossScaledOptimizer) -> list[Overflow]:
 def explanation(
     optimizer: torch.optim.Optimizer,
     loss_was_finite: bool | Tensor | None = True,
-    ranks: OverflowedRanks | None = None,
+    ranks: RankSet | None = None,
     *,
     skipped: bool = False,
 ) -> Callable[[], str]:

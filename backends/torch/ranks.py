@@ -6,35 +6,39 @@ an optimizer was wrapped; if it is not, nothing is communicated.
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from polyamp.backends.torch.unstable import flattened_shards, is_flattened
+from polyamp.settings import LossScaleState
 
 SHOWN = 8  # ranks in a message
 BITS = 63  # ranks in one int64, so that the sum of all bits is not negative
+HALVES = 2  # of 16 bits in each number that is compared
 
 
-class OverflowedRanks:
-    """The ranks whose gradients or losses were not finite. Reading them waits for the device."""
+class RankSet:
+    """A set of ranks, each of which set one bit of its own. Reading it waits for the device."""
 
     def __init__(self, bits: Tensor, members: Sequence[int] | None, here: int) -> None:
         self._bits, self._members, self._here = bits, members, here
 
     def ranks(self) -> list[int]:
         """Return the ranks in their order in the group."""
-        words = [functools.reduce(operator.or_, word) for word in zip(*self._rows(), strict=True)]
+        words: list[int] = self._bits.tolist()
         return [BITS * place + bit for place, word in enumerate(words) for bit in range(BITS) if word >> bit & 1]
 
     def includes_this(self) -> bool:
         """Return whether this rank is one of them."""
         return self._here in self.ranks()
+
+    def __bool__(self) -> bool:
+        return bool(self.ranks())
 
     def __str__(self) -> str:
         ranks = [rank if self._members is None else self._members[rank] for rank in self.ranks()]
@@ -43,41 +47,82 @@ class OverflowedRanks:
             return f"{len(ranks)} ranks: {shown}, ..."
         return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
-    def _rows(self) -> list[list[int]]:
-        rows: list[list[int]] = self._bits.reshape(-1, self._bits.shape[-1]).tolist()
-        return rows
+
+class Decision:
+    """What the ranks of a group have said about a step, in the words of `decide`."""
+
+    def __init__(self, words: Tensor, process_group: Any) -> None:
+        self.words, self.process_group = words, process_group
+        self._size = torch.distributed.get_world_size(process_group)
+        members = None if process_group is None else torch.distributed.get_process_group_ranks(process_group)
+        here = torch.distributed.get_rank(process_group)
+        self._bits, self._sums = words[: -4 * HALVES], words[-4 * HALVES :].view(2, -1)
+        self.overflowed, self.of_bad_losses, self.refusing = (
+            RankSet(bits, members, here) for bits in self._bits.view(3, -1)
+        )
+
+    def agree(self) -> Tensor:
+        """Return whether the loss scales of all ranks are in the same state: numbers are equal iff they do not vary."""
+        sums, squares = self._sums
+        return (sums * sums == self._size * squares).all()
+
+    def flag(self, device: torch.device) -> Tensor:
+        """Return a float32 scalar on a device: 1.0 if no rank may step, else 0.0."""
+        return (self._bits.any() | ~self.agree()).to(device, torch.float32)
 
 
-def any_rank(flag: Tensor, process_group: Any = None) -> tuple[Tensor, OverflowedRanks | None]:
-    """Combine an overflow flag over ranks with OR. Every rank of the group has to call it, with or without a gradient.
+def decide(
+    flag: Tensor,
+    state: LossScaleState,
+    *,
+    loss_was_finite: bool | Tensor | None = None,
+    refuses: bool = False,
+    process_group: Any = None,
+) -> Decision:
+    """Decide together with the other ranks about a step. Every rank of the group has to call it, whatever it has.
 
-    Each rank sets one bit of its own, so the sum over ranks is the set of those that overflowed: with 2 ranks, of which
-    rank 1 overflowed, 0b00 + 0b10 is 0b10. One all-reduce thus decides and names the ranks.
-
-    >>> any_rank(torch.tensor(1.0))  # unchanged without other ranks
-    (tensor(1.), None)
+    One all-reduce sums words of one shape, whatever a rank has seen. Three of them are sets of ranks, each of which
+    adds one bit of its own: with 2 ranks, of which rank 1 overflowed, 0b00 + 0b10 is 0b10. The others compare the
+    states of the loss scale: with n ranks, n times the sum of squares is the square of the sum only for equal numbers.
 
     Args:
-        flag: of any shape, dtype and device, not changed; not 0 if this rank's gradients were not finite. A rank
+        flag: one element of any dtype and device, not changed; not 0 if this rank's gradients were not finite. A rank
             without gradients passes 0.
-        process_group: a ``torch.distributed.ProcessGroup``. None is the default group, if it is initialised; False
-            combines nothing, for gradients that no other rank has a part of.
+        state: the state of this rank's loss scale.
+        loss_was_finite: False if a loss of this rank was inf or NaN.
+        refuses: this rank raises an error, and does not wait for the others.
+        process_group: a ``torch.distributed.ProcessGroup``; None is the default group.
 
     Returns:
-        Float32 of the same shape and on the same device, equal on every rank: exactly 1.0 or 0.0, since fused
-        optimizers compare it with 1; and the ranks that overflowed. Without other ranks ``flag`` itself, and None. On
-        accelerators it is queued on the current stream, and the host does not wait.
+        What all ranks have said. On accelerators it is queued on the current stream, and the host does not wait.
     """
-    if not has_peers(process_group):
-        return flag, None
     distributed = torch.distributed
-    here, size = distributed.get_rank(process_group), distributed.get_world_size(process_group)
-    members = None if process_group is None else distributed.get_process_group_ranks(process_group)
+    place, bit = divmod(distributed.get_rank(process_group), BITS)
+    width = -(-distributed.get_world_size(process_group) // BITS)
     device = _device_for(flag.device, process_group)
-    bits = torch.zeros((*flag.shape, -(-size // BITS)), dtype=torch.int64, device=device)
-    bits[..., here // BITS] = flag.detach().ne(0).to(device, torch.int64) * (1 << here % BITS)
-    distributed.all_reduce(bits, group=process_group)
-    return bits.ne(0).any(-1).to(flag.device, torch.float32), OverflowedRanks(bits, members, here)
+    words = torch.zeros(3 * width + 4 * HALVES, dtype=torch.int64, device=device)
+    own = words[: 3 * width].view(3, width)[:, place]
+    own[0] = flag.detach().ne(0).to(device, torch.int64).reshape(()) * (1 << bit)
+    if isinstance(loss_was_finite, Tensor):
+        own[1] = loss_was_finite.logical_not().to(device, torch.int64) * (1 << bit)
+    elif loss_was_finite is False:
+        own[1] = 1 << bit
+    if refuses:
+        own[2] = 1 << bit
+    halves = _halves(state, device)
+    words[3 * width :] = torch.cat([halves, halves * halves])
+    distributed.all_reduce(words, group=process_group, async_op=refuses)
+    return Decision(words, process_group)
+
+
+def _halves(state: LossScaleState, device: torch.device) -> Tensor:
+    """Return the loss scale's bits and its count in halves of 16 bits, whose squares cannot wrap on 32,000 ranks."""
+    scale, count = (
+        value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device="cpu")
+        for value, dtype in ((state.scale, torch.float32), (state.good_steps, torch.int32))
+    )
+    numbers = torch.stack([one.to(device, torch.int64, non_blocking=True) for one in (scale.view(torch.int32), count)])
+    return torch.cat([numbers & 0xFFFF, numbers >> 16 & 0xFFFF])
 
 
 def _device_for(wanted: torch.device, process_group: Any = None) -> torch.device:
@@ -97,17 +142,25 @@ def least_over_ranks(numbers: Sequence[float]) -> list[float]:
 
 
 def has_peers(process_group: Any = None) -> bool:
-    """Return whether `any_rank` would combine anything: whether this process is one of several ranks of the group."""
+    """Return whether there is something to decide together: whether this is one of several ranks of the group."""
     if process_group is False or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     return torch.distributed.get_world_size(process_group) > 1  # -1 if this process is not in the group
 
 
-def add_shards_(total: Tensor, sharded: Any) -> None:
-    """Sum a total over ranks, in place, that each rank computed from its shards of distributed tensors."""
-    for dimension, placement in enumerate(sharded.placements):
-        if placement.is_shard():
-            torch.distributed.all_reduce(total, group=sharded.device_mesh.get_group(dimension))
+def layout_of(tensor: Any) -> Any:
+    """Return how a tensor lies over ranks: its mesh and placements. None for any that is whole, or not summed yet."""
+    placements = getattr(tensor, "placements", ()) if type(tensor) not in (Tensor, Parameter) else ()
+    is_split = placements and not any(placement.is_partial() for placement in placements)
+    return (tensor.device_mesh, placements) if is_split else None
+
+
+def add_shards_(total: Tensor, layout: Any) -> None:
+    """Sum a total over ranks, in place, that each rank computed from its shards of tensors of a layout."""
+    mesh, placements = layout
+    for dimension, placement in enumerate(placements):
+        if not placement.is_replicate():  # `is_shard` is false for the shards of shards that FSDP2 makes
+            torch.distributed.all_reduce(total, group=mesh.get_group(dimension))
 
 
 _groups: Any = WeakIdKeyDictionary()  # by parameter

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError, is_number, unscaled_loss, wrong_type
+from polyamp.settings import LossScaleState
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -49,6 +50,31 @@ def check_wrapping(fused_step: object, process_group: Any, norm_group: Any) -> N
             "in part, such as experts, call opt.unscale_() and clip by a norm of your own before opt.step()",
             what="norm_group must be a process group",
         )
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def refused_elsewhere(ranks: str) -> UsageError:
+    """Return the error for a step that other ranks refuse, on a rank that would take it."""
+    return UsageError(
+        "another rank has refused this step, so no rank takes it",
+        where=f"step(), unscale_() or clip_grad_norm_() on {ranks}",
+        allowed="a step that all ranks take",
+        fix=f"read the error of {ranks}, which has the reason; call zero_grad() on all ranks to go on",
+    )
+
+
+def unlike_scales(state: LossScaleState) -> UsageError:
+    """Return the error for ranks whose loss scales are not in the same state, so that they drift apart."""
+    return UsageError(
+        "the ranks have different loss scales",
+        where="step(), before anything was changed",
+        found=f"here {state.scale:g} after {state.good_steps} finite steps, and another state on another rank",
+        allowed="the same state of the loss scale on every rank",
+        fix="load the state on every rank: opt.load_state_dict(saved), with the same saved state; and give every rank "
+        "the same LossScale",
+    )
 
 
 def _is_group(found: object) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,8 +34,9 @@ from polyamp.backends.torch.kernels.control import (
     unpack,
     where,
 )
-from polyamp.backends.torch.ranks import has_peers
-from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, wrong_type
+from polyamp.backends.torch.ranks import Decision, decide, has_peers
+from polyamp.backends.torch.refusals import refused_elsewhere, unlike_scales
+from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, warn_once, wrong_type
 from polyamp.formats import in_single
 from polyamp.scale import advance, non_finite_loss, on_host, report_limits, report_nonfinite_loss
 from polyamp.settings import LossScale, LossScaleState
@@ -57,6 +57,7 @@ class LossScaler:
         self._has_new_loss = True  # whether another loss was scaled since
         self._factors = (0.0, torch.empty(0), torch.empty(0))  # a host scale; the scale and its inverse as tensors
         self.late = LateValues()  # what the device has to report
+        self._decisions, self._late_group = LateValues(), None  # what ranks have decided on a device, and which ranks
         self._control: Tensor | None = None  # a copy of the state that polyamp's operators change
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,8 +69,8 @@ class LossScaler:
         self.others = saved["others"]
         self.resume(self.settings.from_state_dict(saved["state"]._asdict()))
 
-    def of(self, loss_id: Hashable) -> LossScaler:
-        """Return the scaler of losses with an id; None is this one."""
+    def of(self, loss_id: Hashable, process_group: Any = False) -> LossScaler:
+        """Return the scaler of losses with an id; None is this one, and so is any id on one of several ranks."""
         if loss_id is None:
             return self
         if not isinstance(loss_id, Hashable):
@@ -79,6 +80,10 @@ class LossScaler:
                 allowed="anything hashable",
                 fix="give a string or a number",
             )
+        if has_peers(process_group):  # which may have other losses, whose gradients are averaged with this one's
+            if self.multiplies:
+                warn_once(_ONE_SCALE)
+            return self
         if loss_id not in self.others:
             self.others[loss_id] = LossScaler(self.settings, self.compute)
         return self.others[loss_id]
@@ -149,10 +154,39 @@ class LossScaler:
         """Warn or raise because a loss was inf or NaN. A step that is only observed ends here."""
         if LISTENERS:
             raise non_finite_loss(found, where=where)
-        settings = self.settings if not has_peers(process_group) else replace(self.settings, nonfinite_loss="skip")
+        if self.settings.nonfinite_loss == "raise" and has_peers(process_group):
+            return  # the step raises it on all ranks; see `decide`
         was_half = isinstance(found, Tensor) and found.dtype == torch.float16
         compute = "float16" if was_half and self.compute is None else self.compute
-        report_nonfinite_loss(settings, compute=compute, where=where, found=found)
+        report_nonfinite_loss(self.settings, compute=compute, where=where, found=found)
+
+    def decide(self, bad: Tensor, process_group: Any, *, refuses: bool = False) -> Decision:
+        """Decide about a step together with the other ranks; see `ranks.decide`.
+
+        Raises:
+            PolyampError: on every rank, for what `_check` refuses. What is on a device is refused at a later step.
+        """
+        finite = self.loss_was_finite if self._has_new_loss else None
+        decision = decide(bad, self.state, loss_was_finite=finite, refuses=refuses, process_group=process_group)
+        if refuses:
+            return decision
+        if (device := decision.words.device).type == "cpu":
+            if decision.flag(device):
+                self._check(decision)
+        else:
+            self._late_group = process_group
+            self._decisions.send(lambda: decision.words)
+        return decision
+
+    def _check(self, decision: Decision) -> None:
+        """Refuse a step that another rank refuses, or that ranks with loss scales in different states would take."""
+        if decision.refusing:
+            raise refused_elsewhere(str(decision.refusing))
+        if not decision.agree():
+            raise unlike_scales(on_host(self.state))
+        if self.settings.nonfinite_loss == "raise" and decision.of_bad_losses:
+            self._has_new_loss = False  # a later loss has to be looked at by itself
+            raise non_finite_loss(f"inf or NaN on {decision.of_bad_losses}", compute=self.compute)
 
     def advance(self, finite: bool | Tensor, voter: object = None) -> None:
         """Advance the state: on the host for a bool, else by tensors alone on the device of ``finite``."""
@@ -169,6 +203,11 @@ class LossScaler:
         known, device = self.loss_was_finite, finite.device
         number = constant(int(known is not False), torch.int32, device)
         return report_of(self.state, finite, known.to(device) if isinstance(known, Tensor) else number)
+
+    @property
+    def has_late_reports(self) -> bool:
+        """Whether something is on its way from the device."""
+        return not (self.late.copy is None and self._decisions.copy is None)
 
     @property
     def has_losses(self) -> bool:
@@ -235,6 +274,8 @@ class LossScaler:
 
     def report_earlier_step(self, explain: Callable[[], str], *, process_group: Any = False) -> None:
         """Report what has arrived from the device since the last step, before a step and without waiting."""
+        if (words := self._decisions.receive()) is not None:
+            self._check(Decision(torch.tensor(words), self._late_group))
         arrived = self.late.receive()
         if arrived is None:
             return
@@ -255,6 +296,12 @@ class LossScaler:
         if not isinstance(scale, Tensor):
             return self._host_factors(scale)[2]
         return scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
+
+
+_ONE_SCALE = (
+    "loss_id= has no effect where several ranks train together: all losses have one loss scale, since gradients of a "
+    "loss can be averaged with those of another loss on another rank."
+)
 
 
 def _is_finite(loss: Tensor) -> bool | Tensor:

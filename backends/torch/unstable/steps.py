@@ -179,6 +179,23 @@ def _asking(original: Callable[..., Any], *, measured: bool) -> Callable[..., An
     return asks
 
 
+def ask_before_joining(check: Callable[[Sequence[Any]], None]) -> None:
+    """Call a function with what takes part in torch's ``Join``, for ranks with uneven inputs, when one is entered."""
+    from torch.distributed.algorithms.join import Join
+
+    if hasattr(Join.__enter__, "_asks_polyamp"):
+        return
+    original = Join.__enter__
+
+    @wraps(original)
+    def enter(join: Any) -> None:
+        check(join._joinables if join._enable else ())
+        original(join)
+
+    enter._asks_polyamp = True  # type: ignore[attr-defined]
+    Join.__enter__ = enter  # type: ignore[method-assign]
+
+
 def asked_by_checkpoint() -> bool:
     """Return whether `torch.distributed.checkpoint` called the caller, which cannot be found out otherwise."""
     # It treats an optimizer's parameters as the model's own, and keeps two keys of its state. Callers in accelerate's

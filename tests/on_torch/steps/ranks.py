@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -20,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
-from polyamp.backends.torch.ranks import any_rank, has_peers
+from polyamp.backends.torch.kernels.control import on_device as tensors_of
+from polyamp.backends.torch.ranks import decide, has_peers
 from support.forked_ranks import default_group
 from support.harness_torch import OPTIMIZERS, X, Y, skipping_on_device
 from support.torch_kinds import bits, memory
@@ -38,6 +40,7 @@ PATHS = pytest.mark.parametrize(
     ],
 )
 DTYPES = [torch.float32, torch.bfloat16]  # without masters, and with them
+STATE = LossScale().initial_state()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -132,9 +135,9 @@ def test_ranks_with_unlike_devices_choose_the_same_policy() -> None:
 
 
 @pytest.mark.parametrize("flags", [(0.0, 0.0), (2.0, 1.0), (math.nan, 0.0)])
-def test_any_rank_is_exactly_zero_or_one(flags: tuple[float, float]) -> None:
+def test_the_flag_of_a_decision_is_exactly_zero_or_one(flags: tuple[float, float]) -> None:
     flag = torch.tensor(flags[RANK], dtype=torch.float64)
-    found, _ = any_rank(flag)
+    found = decide(flag, STATE).flag(flag.device)
     assert found.dtype == torch.float32
     assert found.item() == float(any(flags))
     assert torch.equal(flag, torch.tensor(flags[RANK], dtype=flag.dtype)) or math.isnan(flags[RANK])
@@ -142,11 +145,30 @@ def test_any_rank_is_exactly_zero_or_one(flags: tuple[float, float]) -> None:
 
 def test_only_the_ranks_of_the_group_are_asked() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)]
-    flag = torch.tensor(float(RANK))
-    assert any_rank(flag, False)[0] is flag
-    assert any_rank(flag, alone[RANK])[0] is flag
-    assert not has_peers(alone[1 - RANK])
-    assert any_rank(flag, dist.group.WORLD)[0].item() == 1.0
+    assert not any(map(has_peers, (False, *alone)))
+    assert decide(torch.tensor(float(RANK)), STATE, process_group=dist.group.WORLD).overflowed.ranks() == [1]
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("scale", (2.0**-14, 2.0**-13)),
+        ("scale", (2.0**16, 2.0**24)),
+        ("scale", (1000.0, 1000.0001)),
+        ("good_steps", (0, 70000)),
+        ("good_steps", (-1, 0)),
+        ("scale", (3.0, 3.0)),
+        ("good_steps", (2**31 - 1, 2**31 - 1)),
+        ("good_steps", (-1, -1)),
+    ],
+)
+def test_states_agree_only_if_they_are_equal(field: str, values: tuple[float, float], on_device: bool) -> None:
+    state = STATE._replace(**{field: values[RANK]})
+    flag = torch.zeros(())
+    decision = decide(flag, tensors_of(state, flag.device) if on_device else state)
+    assert decision.agree() == (values[0] == values[1])
+    assert decision.flag(flag.device) == float(values[0] != values[1])
 
 
 @PATHS
@@ -203,15 +225,243 @@ def test_a_rank_without_gradients_takes_part(broken: bool, dtype: torch.dtype) -
     assert (memory(model, opt) == before) == (broken or RANK == 0)
 
 
-def test_losses_with_scales_of_their_own_agree() -> None:
-    model = model_of(torch.float32)
-    opt = wrap(model, "adamw", "host")
-    opt.backward(loss_of(model), loss_id="good")
-    opt.backward(loss_of(model) * (1e38 if RANK else 1.0), loss_id="bad")
+ONE_SCALE = pytest.mark.filterwarnings("ignore:loss_id= has no effect")
+
+
+@ONE_SCALE
+@pytest.mark.parametrize("broken", [None, 0, 1])
+@pytest.mark.parametrize("static_graph", [False, True])
+def test_ranks_that_draw_different_losses_have_one_scale(broken: int | None, static_graph: bool) -> None:
+    """Each rank draws a task at every step, and one rank alone has one more loss, without a reduction."""
+    models = [DistributedDataParallel(model_of(torch.float32), static_graph=static_graph) for _ in range(2)]
+    plain = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    opt = polyamp.wrap_optimizer(
+        torch.optim.SGD(models[1].parameters(), lr=0.1), "mixed_float16", loss_scale=LossScale(init=256.0, interval=2)
+    )
+    for step, tasks in enumerate(["ab", "ab", "ba", "aa", "bb"]):
+        for model, backward in zip(models, (torch.Tensor.backward, opt.backward), strict=True):
+            model.zero_grad()
+            own = {} if backward is torch.Tensor.backward else {"loss_id": tasks[RANK]}
+            if RANK == 0 and step % 2 and not static_graph:
+                with model.no_sync():
+                    backward(loss_of(model), **(own and {"loss_id": "more"}))
+            loss = loss_of(model) * (2.0 if tasks[RANK] == "b" else 1.0)
+            backward(loss * (1e37 if step == 2 and broken == RANK and own else 1.0), **own)
+        opt.step()
+        assert bool(opt.last_step) == (broken is None or step != 2)
+        if opt.last_step:
+            plain.step()
+        for mine, other in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            torch.testing.assert_close(mine, other)
+            assert ranks_agree(*mine.detach().flatten().tolist())
+    assert ranks_agree(opt.loss_scale)
+    assert opt.loss_scale == (1024.0 if broken is None else 512.0)
+    assert [*opt.state_dict()["loss_scale"]] == [*LossScale().to_state_dict(STATE)]
+
+
+@ONE_SCALE
+def test_optimizers_of_one_model_that_see_different_losses() -> None:
+    """Each half of the model has an optimizer; the first rank's loss has another id than the second's."""
+    model = DistributedDataParallel(model_of(torch.float32))
+    halves = [list(model.parameters())[:2], list(model.parameters())[2:]]
+    opts = polyamp.wrap_optimizer([torch.optim.SGD(half, lr=0.1) for half in halves], loss_scale=LossScale(init=64.0))
+    for broken in (False, True, False):
+        model.zero_grad()
+        opts[0].backward(loss_of(model) * (1e37 if broken and RANK else 1.0), loss_id=f"task {RANK}")
+        for opt in opts:
+            opt.step()
+            assert bool(opt.last_step) != broken
+    assert opts[0].loss_scale == opts[1].loss_scale == 32.0
+    assert ranks_agree(*(value for param in model.parameters() for value in param.detach().flatten().tolist()))
+
+
+def test_without_loss_scaling_a_loss_id_is_no_news() -> None:
+    model = DistributedDataParallel(model_of(torch.float32))
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "mixed_bfloat16")
+    opt.backward(loss_of(model), loss_id=f"task {RANK}")
     opt.step()
-    assert not opt.last_step.applied
-    assert opt.scaler.of("good").state.scale == 1024.0
-    assert opt.scaler.of("bad").state.scale == 512.0
+    assert opt.last_step
+
+
+UNLIKE = {
+    "a state that rank 0 loaded": lambda opt: RANK or opt.load_state_dict(stepped().state_dict()),
+    "a scale that rank 0 loaded": lambda opt: RANK or polyamp.load_loss_scale(opt, polyamp.save_loss_scale(stepped())),
+    "settings": lambda opt: setattr(opt.scaler, "state", LossScale(init=[96.0, 97.0][RANK]).initial_state()),
+    "a scale that was set": lambda opt: setattr(opt, "loss_scale", 2.0 ** (8 + RANK)),
+}
+
+
+def stepped() -> LossScaledOptimizer:
+    """An optimizer that has made a step alone."""
+    model = model_of(torch.float32)
+    opt = wrap(model, "adamw", "host", process_group=False)
+    backward(model, opt)
+    opt.step()
+    return opt
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+@pytest.mark.parametrize("skips", ["host", "operators"])
+def test_ranks_with_different_loss_scales_are_refused(name: str, skips: str) -> None:
+    model = DistributedDataParallel(model_of(torch.float32))
+    opt = wrap(model, "adamw", skips, max_grad_norm=1.0)
+    UNLIKE[name](opt)
+    backward(model, opt)
+    before = bits([list(model.parameters()), opt.state_dict()])
+    with pytest.raises(polyamp.errors.UsageError, match=r"the ranks have different loss scales(.|\n)*on every rank"):
+        opt.step()
+    assert bits([list(model.parameters()), opt.state_dict()]) == before
+    opt.load_state_dict(wrap(model, "adamw", "host").state_dict())
+    backward(model, opt)
+    opt.step()
+    assert opt.last_step
+
+
+def test_a_bfloat16_state_that_rank_0_loaded_is_refused() -> None:
+    """There the scale is 1 on every rank, and the moments differ."""
+    model = DistributedDataParallel(model_of(torch.float32))
+    opt = polyamp.wrap_optimizer(torch.optim.AdamW(model.parameters()), "mixed_bfloat16")
+    for steps in range(2):
+        opt.zero_grad()
+        opt.backward(loss_of(model))
+        if steps:
+            with pytest.raises(polyamp.errors.UsageError, match="different loss scales"):
+                opt.step()
+        else:
+            opt.step()
+            polyamp.load_loss_scale(opt, LossScale().to_state_dict(STATE._replace(scale=1.0, good_steps=7 * RANK)))
+
+
+def test_scalers_with_different_scales_are_refused() -> None:
+    model = model_of(torch.float32)
+    plain, scaler = OPTIMIZERS["adamw"](model.parameters()), GradScaler("cpu", init_scale=1024.0 * (1 + RANK))
+    scaler.scale(loss_of(model)).backward()
+    with pytest.raises(polyamp.errors.UsageError, match="different loss scales"):
+        scaler.step(plain)
+
+
+@pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
+def test_ranks_with_uneven_inputs(name: str) -> None:
+    """A rank that has joined takes part in the decisions of the other, and keeps its loss scale."""
+    model = DistributedDataParallel(model_of(torch.float32))
+    scale = LossScale(init=256.0, interval=2) if name == "mixed_float16" else None
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.01), name, loss_scale=scale)
+    for joinables in ([model], [opt, model]):
+        with pytest.raises(polyamp.errors.UsageError, match=r"write Join\(\[model, opt\]\)"), Join(joinables):
+            pass
+    for epoch in range(2):
+        with Join([model, opt]):
+            for batch in range(2 + 2 * RANK):
+                opt.zero_grad()
+                opt.backward(loss_of(model))
+                if epoch and batch == 3:
+                    break_gradient(model.module)
+                opt.step()
+                assert bool(opt.last_step) != (epoch == 1 and batch == 3)
+        assert opt.scaler.state.steps == 4 * (epoch + 1)
+    assert opt.loss_scale == (1024.0 if scale else 1.0)
+    assert ranks_agree(opt.loss_scale, opt.scaler.state.skipped)
+    assert ranks_agree(*(value for param in model.parameters() for value in param.detach().flatten().tolist()))
+
+
+def scaled_by_nobody(model: torch.nn.Module, opt: LossScaledOptimizer) -> None:
+    loss_of(model).backward() if RANK else opt.backward(loss_of(model))
+    opt.step()
+
+
+def unscaled_twice(model: torch.nn.Module, opt: LossScaledOptimizer) -> None:
+    backward(model, opt)
+    opt.unscale_()
+    if RANK:
+        opt.unscale_()
+    opt.step()
+
+
+def set_by_hand(model: torch.nn.Module, opt: LossScaledOptimizer) -> None:
+    """As in the stage of a pipeline that never sees a loss."""
+    if RANK:
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+    else:
+        backward(model, opt)
+    opt.step()
+
+
+@pytest.mark.parametrize("skips", ["host", "operators"])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (scaled_by_nobody, "the loss of this step was not scaled"),
+        (unscaled_twice, "unscaled already"),
+        (set_by_hand, "was not scaled"),
+    ],
+)
+def test_a_step_that_one_rank_refuses_is_refused_by_all(
+    make: Callable[..., None], message: str, max_grad_norm: float | None, skips: str
+) -> None:
+    model = model_of(torch.float32)
+    opt = wrap(model, "adamw", skips, max_grad_norm=max_grad_norm)
+    backward(model, opt)
+    opt.step()
+    before = memory(model, opt)
+    opt.zero_grad()
+    with pytest.raises(polyamp.errors.UsageError, match=message if RANK else "read the error of rank 1"):
+        make(model, opt)
+    assert memory(model, opt) == before
+    backward(model, opt)
+    opt.step()
+    assert opt.last_step
+    assert ranks_agree(opt.loss_scale)
+
+
+@pytest.mark.parametrize("kind", ["wrapped", "scaler"])
+def test_all_ranks_raise_for_a_loss_that_is_not_finite(kind: str) -> None:
+    model, settings = DistributedDataParallel(model_of(torch.float32)), LossScale(init=64.0, nonfinite_loss="raise")
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    opt = polyamp.wrap_optimizer(plain, loss_scale=settings) if kind == "wrapped" else plain
+    scaler = GradScaler("cpu", loss_scale=settings, optimizers=opt if opt is not plain else None)
+    for broken in (False, True, False):
+        opt.zero_grad()
+        before = bits(list(model.parameters()))
+        scaler.scale(loss_of(model) * (math.nan if broken and RANK else 1.0)).backward()
+        if broken:
+            with pytest.raises(polyamp.errors.NonFiniteLossError, match="inf or NaN on rank 1"):
+                scaler.step(opt)
+            assert bits(list(model.parameters())) == before
+            scaler._seen.clear()
+        else:
+            scaler.step(opt)
+            scaler.update()
+            assert scaler.last_step
+    assert scaler.get_scale() == 64.0
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("without", [slice(None), slice(1), slice(2, 4)])
+def test_shards_are_clipped_alike_where_one_rank_has_fewer_gradients(
+    without: slice, fused_step: bool, mesh: DeviceMesh
+) -> None:
+    model, whole = shard(model_of(torch.float32), mesh), model_of(torch.float32)
+    opt = polyamp.wrap_optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5), loss_scale=64.0, max_grad_norm=0.1, fused_step=fused_step
+    )
+    backward(model, opt)
+    plain = torch.optim.SGD(whole.parameters(), lr=0.5)
+    ((whole(X).squeeze(1) - Y).square().mean()).backward()
+    params = [*model.parameters()]
+    for param, one in zip(params[without], [*whole.parameters()][without], strict=True):
+        if RANK == 1:
+            param.grad = None
+        for part in one.grad.chunk(2)[1:]:  # the shard of rank 1, if it has one
+            part.zero_()
+    norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+    plain.step()
+    opt.step()
+    assert opt.last_step
+    assert norm > 0.1
+    for param, one in zip(params, whole.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), one)
 
 
 def test_a_step_that_reevaluates_its_closure_is_taken_back_on_all_ranks() -> None:
@@ -274,15 +524,15 @@ def test_ddp_reduces_what_it_accumulated_with_the_next_loss(dtype: torch.dtype, 
     model, whole = model_of(dtype), model_of(dtype)
     opts = [wrap(each, "adamw", "host") for each in (model, whole)]
     opt, parallel = opts[0], DistributedDataParallel(model)
-    for each in opts:
-        each.scaler.of("second").set(256.0, where="")
     with parallel.no_sync():
         opt.backward(loss_of(parallel))
         if unscales:
             opt.unscale_()
-    opt.backward(loss_of(parallel), "second")
-    for rows, loss_id in ((slice(0, None, 2), None), (slice(1, None, 2), "second")):
-        opts[1].backward((whole(X[rows]).squeeze(1) - Y[rows]).square().mean(), loss_id)
+    opt.loss_scale = 256.0
+    opt.backward(loss_of(parallel))
+    for rows, scale in ((slice(0, None, 2), 1024.0), (slice(1, None, 2), 256.0)):
+        opts[1].loss_scale = scale
+        opts[1].backward((whole(X[rows]).squeeze(1) - Y[rows]).square().mean())
     for each in opts:
         each.unscale_()
     grads = [[param.grad for group in each.param_groups for param in group["params"]] for each in opts]
@@ -525,6 +775,7 @@ def test_flattened_shards_are_clipped_by_their_global_norm(
             torch.testing.assert_close(param.view(-1), expected.view(-1))
 
 
+@ONE_SCALE
 def test_a_loss_that_reaches_one_rank_alone_is_combined_with_the_others() -> None:
     weight = torch.ones(2, requires_grad=True)
     opt = LossScaledOptimizer(torch.optim.SGD([weight], lr=0.5), LossScale(init=8.0))

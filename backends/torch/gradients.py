@@ -86,9 +86,9 @@ class Gradients:
             if self._norm_group is not None:
                 groups = dict.fromkeys(map(self._norm_group, self.parameters))  # in the same order on every rank
                 for group in filter(None, groups):
-                    total = self._sum_of_squares(self._norms_of(group))
-                    torch.distributed.all_reduce(total, group=group)
-                    norms.append(total.sqrt().float()[0])
+                    squares = self._sum_of_squares(self._norms_of(group))
+                    torch.distributed.all_reduce(squares, group=group)
+                    norms.append(squares.sqrt().float()[0])
             if not norms:
                 return torch.zeros((), device=self.parameters[0].device)
             if len(norms) > 1:

@@ -63,8 +63,8 @@ class Decision:
 
     def agree(self) -> Tensor:
         """Return whether the loss scales of all ranks are in the same state: numbers are equal iff they do not vary."""
-        sums, squares = self._sums
-        return (sums * sums == self._size * squares).all()
+        sums, squares = self._sums.unbind()
+        return sums.square().eq(squares * self._size).all()
 
     def flag(self, device: torch.device) -> Tensor:
         """Return a float32 scalar on a device: 1.0 if no rank may step, else 0.0."""

@@ -185,7 +185,7 @@ def ask_before_joining(check: Callable[[Sequence[Any]], None]) -> None:
 
     if hasattr(Join.__enter__, "_asks_polyamp"):
         return
-    original = Join.__enter__
+    original: Any = Join.__enter__
 
     @wraps(original)
     def enter(join: Any) -> None:

@@ -12,7 +12,18 @@ from typing import Any
 import keras
 
 from polyamp.backends.keras.guard import CONVERTED, report_unscaled
-from polyamp.backends.keras.layers import Part, can_change, children, keras_policy, matches, parts_of, set_formats, walk
+from polyamp.backends.keras.layers import (
+    Part,
+    can_change,
+    children,
+    keras_policy,
+    matches,
+    own_weights,
+    parts_of,
+    set_formats,
+    walk,
+)
+from polyamp.backends.keras.losses import widen_losses
 from polyamp.backends.keras.native import CASTABLE
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, kind_of, warn_once
 from polyamp.formats import format_of
@@ -60,6 +71,8 @@ def convert(model: Any, policy: Policy | str) -> Any:
     parts = parts_of(model, policy)
     _check_storage(parts, policy)
     set_formats(parts, policy)
+    for part in parts:
+        widen_losses(part.layer)
     for container in (layer for layer in walk(model) if isinstance(layer, keras.Model)):
         # `fit`, `evaluate` and `predict` trace again, since their traces have the old formats.
         container.train_function = container.test_function = container.predict_function = None
@@ -96,9 +109,7 @@ def _check_storage(parts: Iterable[Part], policy: Policy) -> None:
         is_free = part.is_head or part.border.is_crossed or (part.op_class == "inner" and part.in_code)
         if part.op_class in ("full", "inner") and not is_free:
             allowed = {"float32"}
-        inside = {id(variable) for child in children(part.layer) for variable in child.weights}
-        own = [variable.dtype for variable in part.layer.weights if id(variable) not in inside]
-        wrong = sorted(set(own) & set(CASTABLE) - allowed)
+        wrong = sorted({variable.dtype for variable in own_weights(part.layer)} & set(CASTABLE) - allowed)
         if wrong:
             raise UnsupportedError(
                 "Keras cannot change the format of variables in place",

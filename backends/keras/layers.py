@@ -1,7 +1,9 @@
 """The formats that each layer of a model computes in and returns: decided from a policy, and set on the layer.
 
 The class comes from a policy's rules, else from the table of operations, as for an operation in a graph. A layer whose
-outputs are the model's is of class ``full`` under a policy with float32 outputs. The border follows from the class, and
+outputs are the model's is of class ``full`` under a policy with float32 outputs; so are all layers that preprocess data.
+A layer that is neither ``lower`` nor ``inner``, and has no weights, stays in float32 before the first that computes in 16
+bits: data of the user's are not rounded until then, since an index beyond 2,048 would be another one. The border follows from the class, and
 from the code that calls the layer: Python code does not cast, so a layer that it calls returns the format of that code.
 
 For example, a float16 policy makes of ``Dense -> LayerNormalization -> Dense``: the first ``Dense`` ``lower``
@@ -21,16 +23,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import keras
 from keras import ops
 from keras.backend import standardize_dtype
 
-from polyamp.backends.keras.native import BACKEND, CASTABLE
+from polyamp.backends.keras.losses import adds_losses
+from polyamp.backends.keras.native import BACKEND, CASTABLE, mixing_formats
 from polyamp.backends.keras.operations import ACTIVATIONS, OPERATIONS
-from polyamp.backends.keras.unstable import autocast_variables, layers_inside
+from polyamp.backends.keras.unstable import autocast_variables, calls_in, is_preprocessing, layers_inside
 from polyamp.errors import UnsupportedError
 from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as TABLE
@@ -70,6 +73,13 @@ def is_from_keras(layer: Any) -> bool:
     return type(layer).__module__.partition(".")[0] == "keras"
 
 
+def has_users_code(layer: Any) -> bool:
+    """Return whether a layer's ``call`` runs code that is not Keras' own."""
+    function = getattr(layer, "function" if isinstance(layer, keras.layers.Lambda) else "activation", None)
+    is_own = function is None or str(getattr(function, "__module__", "keras")).partition(".")[0] == "keras"
+    return not (is_from_keras(layer) and is_own)
+
+
 def casts_inside(layer: Any) -> bool:
     """Return whether Keras' code of a layer computes in float32 and returns 16 bits under a 16-bit policy."""
     kinds = (kind for kind in type(layer).__mro__ if kind.__module__.partition(".")[0] == "keras")
@@ -102,12 +112,14 @@ def children(layer: Any) -> list[Any]:
     return [child for child in layers_inside(layer) if not isinstance(child, keras.layers.InputLayer)]
 
 
+def is_graph(layer: Any) -> bool:
+    """Return whether a layer is a sequential or functional model, which casts the inputs of each layer inside."""
+    return isinstance(layer, keras.Sequential) or bool(getattr(layer, "output_names", None))
+
+
 def runs_code(layer: Any) -> bool:
     """Return whether a layer calls the layers inside from a user's Python code, which casts nothing."""
-    # Functional and sequential models, and Keras' own layers, cast the inputs of each layer inside.
-    if not children(layer) or isinstance(layer, keras.Sequential) or getattr(layer, "output_names", None):
-        return False
-    return not is_from_keras(layer)
+    return bool(children(layer)) and not is_graph(layer) and not is_from_keras(layer)
 
 
 def heads(layer: Any) -> list[Any]:
@@ -120,11 +132,18 @@ def heads(layer: Any) -> list[Any]:
     return children(layer) if is_from_keras(layer) else []
 
 
+def own_weights(layer: Any) -> list[Any]:
+    """Return the variables of a layer that no layer inside has."""
+    inside = {id(variable) for child in children(layer) for variable in child.weights}
+    return [variable for variable in layer.weights if id(variable) not in inside]
+
+
 class Border(NamedTuple):
     """The formats on the two sides of a layer's border."""
 
     inside: str  # the format that the layer computes in
     outside: str = ""  # the format of the layer's outputs; empty if the code that uses the outputs casts them
+    casts: bool = True  # whether float32 inputs are cast before the layer's code sees them
 
     @property
     def is_crossed(self) -> bool:
@@ -137,27 +156,35 @@ class Crossing:
 
     # Keras does not save or clone it: a loaded layer computes by its Keras policy.
 
-    def __init__(self, call: Callable[..., Any], border: Border, autocast: bool) -> None:
-        self.call, self.border, self.autocast = call, border, autocast
+    def __init__(self, layer: Any, border: Border) -> None:
+        self.call, self.border, self.autocast = layer.call, border, layer.autocast
+        self.name, self.mixes = layer.name, _may_mix(layer, border)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer in the inside format, and return its outputs in the outside format."""
-        inside, outside = self.border
-        if inside != "float32":
-            return _cast(self.call(*args, **kwargs), outside)
-        args, kwargs = _cast((args, kwargs), inside)
-        with autocast_variables(inside):
-            return _cast(self.call(*args, **kwargs), outside)
+        inside, outside, casts = self.border
+        if inside == "float32":
+            args, kwargs = _cast((args, kwargs), inside)
+        scope = autocast_variables(inside) if inside == "float32" or not casts else nullcontext()
+        with scope, mixing_formats(self.name) if self.mixes else nullcontext():
+            outputs = self.call(*args, **kwargs)
+        return _cast(outputs, outside) if outside else outputs
+
+
+def _may_mix(layer: Any, border: Border) -> bool:
+    """Return whether a layer's code may meet both float32 and 16 bits, which TensorFlow does not promote."""
+    return BACKEND == "tensorflow" and border.inside != "float32" and (not border.casts or has_users_code(layer))
 
 
 def set_border(layer: Any, border: Border) -> None:
-    """Make a layer's ``call`` cross a border, or remove the one that was set before if this one is not crossed."""
+    """Make a layer's ``call`` cross a border, or remove the one that was set before if this one changes nothing."""
     if isinstance(before := layer.__dict__.get("call"), Crossing):
         layer.autocast = before.autocast
         del layer.__dict__["call"]
-    if border.is_crossed:
-        layer.call = Crossing(layer.call, border, layer.autocast)
-        layer.autocast = layer.autocast and border.inside != "float32"  # else Keras would round float32 inputs first
+    if border.is_crossed or not border.casts or _may_mix(layer, border):
+        layer.call = Crossing(layer, border)
+    if border.is_crossed or not border.casts:  # else Keras would round float32 inputs first
+        layer.autocast = layer.autocast and border.casts and border.inside != "float32"
 
 
 def border_of(layer: Any) -> Border:
@@ -198,8 +225,10 @@ def op_class_of(policy: Policy, operation: str, layer: Any, path: str, is_head: 
     rule = next((rule for rule in policy.rules if matches(rule, operation, path)), None)
     if rule is not None:
         return policy.decide(operation, path).op_class if rule.matches(operation, path) else "full"
-    if is_head and policy.output == "float32":
+    if is_preprocessing(layer) or (is_head and policy.output == "float32"):
         return "full"
+    if not operation and adds_losses(layer):
+        return "full" if isinstance(layer, keras.Model) else "inner"
     return policy.decide(operation, path).op_class if operation else "follow"
 
 
@@ -221,27 +250,74 @@ def can_change(part: Part) -> bool:
 
 
 def _parts(
-    layer: Any, policy: Policy, choose: Choose, above: str = "", gives_output: bool = True, outside: str = ""
+    layer: Any,
+    policy: Policy,
+    choose: Choose,
+    above: str = "",
+    gives_output: bool = True,
+    outside: str = "",
+    raw: bool = True,
 ) -> Iterator[Part]:
-    """Decide for a layer under a path and the layers inside; ``outside`` is the format of Python code that calls it."""
+    """Decide for a layer under a path and the layers inside.
+
+    ``outside`` is the format of Python code that calls it; ``raw`` is whether its inputs may be data of the user's that
+    nothing rounded.
+    """
     path = f"{above}/{layer.name}" if above else layer.name
-    operation, calls = operation_of(layer), runs_code(layer)
+    operation, calls, is_called = operation_of(layer), runs_code(layer), bool(outside)
+    is_named = _is_named(policy, operation, path)
     is_head = gives_output and not isinstance(layer, keras.Model)
-    if is_head and calls and not _is_named(policy, operation, path) and policy.output == "float32":
+    if is_head and calls and not is_named and policy.output == "float32":
         is_head, outside = False, "float32"  # its code runs in 16 bits, and its outputs are cast
     op_class = choose(policy, operation, layer, path, is_head)
-    inside = _inside(layer, operation, op_class, policy)
+    inside, casts = _inside(layer, operation, op_class, policy), True
     if path.count("/") == 1 and _is_named(policy, "", path):
         outside = ""  # the user decides what a model's own code receives, such as from its head
+    if is_preprocessing(layer) and not is_named:
+        outside = ""
+    if raw and inside != "float32" and op_class in _FOLLOWING:
+        if _is_light(layer, policy, choose, path) and (not is_called or outside == "float32"):
+            inside = "float32"
+        else:
+            casts = not (calls or (is_called and not layer.weights))
     returned = policy.compute if op_class == "inner" and inside == "float32" and can_compute(layer) else ""
-    yield Part(path, layer, operation, is_head, op_class, Border(inside, outside or returned), bool(outside))
+    yield Part(path, layer, operation, is_head, op_class, Border(inside, outside or returned, casts), bool(outside))
     last = heads(layer)
     of_code = inside if calls and inside in CASTABLE else ""
     # Of a model of layers, only the last ones return to the code that calls it.
     of_last = outside if isinstance(layer, keras.Model) and not calls else of_code
+    gets_raw = (inside == "float32" or not casts) if calls else raw
+    late = _late(layer, policy, choose, path)
     for child in children(layer):
         is_last = child in last
-        yield from _parts(child, policy, choose, path, gives_output and is_last, of_last if is_last else of_code)
+        is_raw = gets_raw and id(child) not in late
+        yield from _parts(
+            child, policy, choose, path, gives_output and is_last, of_last if is_last else of_code, is_raw
+        )
+
+
+_FOLLOWING = ("follow", "neutral", "promote")
+
+
+def _is_light(layer: Any, policy: Policy, choose: Choose, path: str) -> bool:
+    """Return whether a layer gains nothing from 16 bits: it, and what is inside, has neither products nor weights."""
+    op_class = choose(policy, operation_of(layer), layer, path, False)
+    if op_class not in _FOLLOWING or own_weights(layer):
+        return op_class == "full"
+    return all(_is_light(child, policy, choose, f"{path}/{child.name}") for child in children(layer))
+
+
+def _late(model: Any, policy: Policy, choose: Choose, path: str) -> set[int]:
+    """Return the ids of the layers in a model of layers that get something in 16 bits."""
+    late, low = set[int](), set[int]()
+    for operation, sources in calls_in(model) if is_graph(model) else ():
+        if not low.isdisjoint(map(id, sources)):
+            late.add(id(operation))
+            low.add(id(operation))
+        elif isinstance(operation, keras.Layer) and not isinstance(operation, keras.layers.InputLayer):
+            if not _is_light(operation, policy, choose, f"{path}/{operation.name}"):
+                low.add(id(operation))
+    return late
 
 
 def _inside(layer: Any, operation: str, op_class: str, policy: Policy) -> str:
@@ -281,7 +357,7 @@ def keras_policy(policy: Policy) -> str:
 
 def policy_of(part: Part, policy: Policy) -> str:
     """Return the name of the dtype policy under which a layer computes as was decided, border included."""
-    inside, outside = part.border
+    inside, outside, _ = part.border
     if inside == "float32" and not (part.in_code and part.border.is_crossed):
         return "float32"
     given = outside or inside
@@ -337,6 +413,8 @@ def _amended_class(policy: Policy, operation: str, layer: Any, path: str, is_hea
     """Return the class that the rules name, else the class that fits the formats that the layer has now."""
     if any(matches(rule, operation, path) for rule in policy.own_rules):
         return op_class_of(policy, operation, layer, path, is_head)
-    inside, outside = border_of(layer)
+    inside, outside, casts = border_of(layer)
+    if not casts:
+        return "follow"
     crosses = bool(outside) and format_of(outside).is_low
     return "lower" if format_of(inside).is_low else "inner" if crosses else "full"

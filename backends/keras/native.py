@@ -6,16 +6,16 @@ update is called in a graph, and how a step is skipped. On TensorFlow, also by a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import keras
 from keras import ops
 
 from polyamp.adapters import Adapter, adapter_named
-from polyamp.backends.keras.unstable import in_stateless_scope, jax_trace
-from polyamp.errors import UnsupportedError
+from polyamp.backends.keras.unstable import in_stateless_scope, jax_trace, marked
+from polyamp.errors import InvalidTypeError, UnsupportedError
 from polyamp.settings import LossScale
 from polyamp.trees import check_tree
 from polyamp.unscaled import ScaledLosses
@@ -29,6 +29,8 @@ if BACKEND == "tensorflow":
 
     from polyamp.backends.tensorflow import provenance, skipping
     from polyamp.backends.tensorflow.autocast.context import is_lowering
+    from polyamp.backends.tensorflow.autocast.lowering import promoting
+    from polyamp.backends.tensorflow.autocast.promotion import REFUSALS, mixed_formats
     from polyamp.backends.tensorflow.unstable import is_recording as tape_records
 elif BACKEND == "jax":
     import jax
@@ -132,6 +134,31 @@ def autocasts() -> bool:
     if BACKEND == "tensorflow":
         return is_lowering()
     return BACKEND == "torch" and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
+
+
+@contextmanager
+def mixing_formats(name: str) -> Iterator[None]:
+    """Promote float32 with 16 bits in a layer's code on TensorFlow, as JAX and torch do; name the layer if that fails.
+
+    Raises:
+        InvalidTypeError: TensorFlow refused to mix formats, in an operation that is not promoted.
+    """
+    with promoting():
+        try:
+            yield
+        except REFUSALS as error:
+            if isinstance(error, InvalidTypeError) or (found := mixed_formats(error)) is None:
+                raise
+            raise marked(
+                InvalidTypeError(
+                    "a layer's code mixes float32 with 16 bits, which TensorFlow does not promote",
+                    where=f"layer {name!r}",
+                    found=found,
+                    fix=f'polyamp.convert(model, polyamp.policy(..., rules={{"{name}": "inner"}})) computes the layer in '
+                    'float32 and returns 16 bits; "full" returns float32. Or cast the tensor in the code: '
+                    "ops.cast(tensor, x.dtype)",
+                )
+            ) from error
 
 
 def in_strategy() -> bool:

@@ -25,6 +25,25 @@ def layers_inside(layer: Any) -> list[Any]:
     return found
 
 
+def calls_in(model: Any) -> list[tuple[Any, list[Any]]]:
+    """Return the calls of layers and operations in a sequential or functional model, each with the makers of its inputs."""
+    if isinstance(model, keras.Sequential):
+        return list(zip(model.layers, [[], *([one] for one in model.layers)], strict=False))
+    nodes = (node for _, nodes in sorted(model._nodes_by_depth.items(), reverse=True) for node in nodes)
+    return [(node.operation, [tensor._keras_history.operation for tensor in node.input_tensors]) for node in nodes]
+
+
+def is_preprocessing(layer: Any) -> bool:
+    """Return whether a layer is one of Keras' preprocessing or augmentation layers, or of a subclass."""
+    return any(kind.__module__.startswith("keras.src.layers.preprocessing.") for kind in type(layer).__mro__)
+
+
+def marked(error: Exception) -> Exception:
+    """Return an error that Keras raises as it is, with its type and its cause."""
+    error._keras_call_info_injected = True  # type: ignore[attr-defined]
+    return error
+
+
 def autocast_variables(format_name: str) -> AbstractContextManager[Any]:
     """Return a context in which a layer reads its floating-point variables in this format."""
     context: AbstractContextManager[Any] = AutocastScope(format_name)

@@ -33,7 +33,7 @@ from tensorflow.python.framework import (
     tensor_util,
 )
 from tensorflow.python.framework.errors_impl import InaccessibleTensorError, NotFoundError
-from tensorflow.python.ops import array_ops, control_flow_util, custom_gradient, gradients_util
+from tensorflow.python.ops import array_ops, control_flow_util, custom_gradient, gradients_util, math_ops
 from tensorflow.python.training import optimizer
 from tensorflow.python.util import nest, tf_decorator
 
@@ -153,6 +153,12 @@ def _parameter(op: str, annotation: Any) -> Parameter:
         if name.startswith(f"TV_{op}_"):
             return Parameter(name.removeprefix(f"TV_{op}_"), typing.get_origin(annotation.__origin__) is list)
     return Parameter()
+
+
+def true_division() -> Callable[..., Any]:
+    """Return the function behind ``x / y``, which refuses mixed types before it makes an operation."""
+    function: Callable[..., Any] = math_ops._truediv_python3
+    return function
 
 
 def replace_functions(replaced: Mapping[Callable[..., Any], Callable[..., Any]]) -> None:

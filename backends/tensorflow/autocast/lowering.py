@@ -21,6 +21,7 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.backends.tensorflow import unstable
+from polyamp.backends.tensorflow.autocast.promotion import run_promoted
 from polyamp.backends.tensorflow.devices import device_type, lowerable_types, report_slow
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, UPDATE_SCOPE
 from polyamp.backends.tensorflow.operations import OPERATIONS
@@ -233,9 +234,38 @@ def _looking(operation: Operation) -> Callable[..., Any]:
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
         lowering = current()
-        return original(*args, **kwargs) if lowering is None else lowering.run(operation, args, kwargs)
+        if lowering is not None:
+            return lowering.run(operation, args, kwargs)
+        return run_promoted(original, args, kwargs) if _promotes.get() else original(*args, **kwargs)
 
     return run
+
+
+@contextmanager
+def promoting() -> Iterator[None]:
+    """Promote float32 with 16 bits inside the context, where no lowering applies; see `run_promoted`."""
+    _intercept_all()
+    token = _promotes.set(True)
+    try:
+        yield
+    finally:
+        _promotes.reset(token)
+
+
+_promotes: ContextVar[bool] = ContextVar("polyamp_tensorflow_promotes", default=False)
+
+
+@functools.cache
+def _intercept_all() -> None:
+    """Replace all operations, and the division that compares types before it makes one."""
+
+    def divide(*args: Any, **kwargs: Any) -> Any:
+        return run_promoted(original, args, kwargs) if _promotes.get() else original(*args, **kwargs)
+
+    original = unstable.true_division()
+    with _replacing:
+        _replace(OPERATIONS)
+        unstable.replace_functions({original: divide})
 
 
 @functools.cache

@@ -24,6 +24,7 @@ import keras
 from keras import ops
 
 from polyamp.backends.keras.layers import own_policy, walk
+from polyamp.backends.keras.losses import widen_losses
 from polyamp.backends.keras.native import BACKEND, autocasts, value_of
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.scaler import LossScaler, skipped
@@ -84,6 +85,7 @@ def keep_statistics(model: Any, *optimizers: LossScaledOptimizer) -> Iterator[No
 
 def guard(model: Any) -> Callable[[Any], None] | None:
     """Check a model that starts to train, and guard the statistics in its steps; return what to do with their logs."""
+    widen_loaded(model)
     step = getattr(model.train_step, _PLAIN, model.train_step)
     optimizers = _optimizers_of(model)
     if not type(step).__module__.startswith("polyamp.backends."):  # not a rewritten step, which does both itself
@@ -93,6 +95,13 @@ def guard(model: Any) -> Callable[[Any], None] | None:
             model.train_step = _guarded(model, step)
     checking = (one.scaler for one in optimizers if one.scaler.settings.check)
     return next((functools.partial(_report_loss, one) for one in checking), None)
+
+
+def widen_loaded(model: Any) -> None:
+    """Make the layers of a model that was loaded in 16 bits add their losses in float32, as `convert` does."""
+    if own_policy(model) is not None:
+        for layer in walk(model):
+            widen_losses(layer)
 
 
 def _report_loss(scaler: LossScaler, logs: Any) -> None:

@@ -1,9 +1,9 @@
 """The formats that each layer of a model computes in and returns: decided from a policy, and set on the layer.
 
 The class comes from a policy's rules, else from the table of operations, as for an operation in a graph. A layer whose
-outputs are the model's is of class ``full`` under a policy with float32 outputs; so are all layers that preprocess data.
-A layer that is neither ``lower`` nor ``inner``, and has no weights, stays in float32 before the first that computes in 16
-bits: data of the user's are not rounded until then, since an index beyond 2,048 would be another one. The border follows from the class, and
+outputs are the model's is of class ``full`` under a policy with float32 outputs; so are all layers that preprocess
+data. A layer without products and weights stays in float32 before the first that computes in 16 bits: the user's data
+are not rounded until then, since an index beyond 2,048 would become another one. The border follows from the class, and
 from the code that calls the layer: Python code does not cast, so a layer that it calls returns the format of that code.
 
 For example, a float16 policy makes of ``Dense -> LayerNormalization -> Dense``: the first ``Dense`` ``lower``
@@ -168,7 +168,7 @@ class Crossing:
         scope = autocast_variables(inside) if inside == "float32" or not casts else nullcontext()
         with scope, mixing_formats(self.name) if self.mixes else nullcontext():
             outputs = self.call(*args, **kwargs)
-        return _cast(outputs, outside) if outside else outputs
+        return _cast(outputs, outside) if self.border.is_crossed else outputs
 
 
 def _may_mix(layer: Any, border: Border) -> bool:
@@ -314,9 +314,10 @@ def _late(model: Any, policy: Policy, choose: Choose, path: str) -> set[int]:
         if not low.isdisjoint(map(id, sources)):
             late.add(id(operation))
             low.add(id(operation))
-        elif isinstance(operation, keras.Layer) and not isinstance(operation, keras.layers.InputLayer):
-            if not _is_light(operation, policy, choose, f"{path}/{operation.name}"):
-                low.add(id(operation))
+        elif isinstance(operation, keras.Layer) and not _is_light(
+            operation, policy, choose, f"{path}/{operation.name}"
+        ):
+            low.add(id(operation))
     return late
 
 

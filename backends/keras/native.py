@@ -154,8 +154,8 @@ def mixing_formats(name: str) -> Iterator[None]:
                     "a layer's code mixes float32 with 16 bits, which TensorFlow does not promote",
                     where=f"layer {name!r}",
                     found=found,
-                    fix=f'polyamp.convert(model, polyamp.policy(..., rules={{"{name}": "inner"}})) computes the layer in '
-                    'float32 and returns 16 bits; "full" returns float32. Or cast the tensor in the code: '
+                    fix=f'polyamp.convert(model, polyamp.policy(..., rules={{"{name}": "inner"}})) computes the layer '
+                    'in float32 and returns 16 bits; "full" returns float32. Or cast the tensor in the code: '
                     "ops.cast(tensor, x.dtype)",
                 )
             ) from error

@@ -26,7 +26,7 @@ def layers_inside(layer: Any) -> list[Any]:
 
 
 def calls_in(model: Any) -> list[tuple[Any, list[Any]]]:
-    """Return the calls of layers and operations in a sequential or functional model, each with the makers of its inputs."""
+    """Return the calls of operations in a sequential or functional model, each with the makers of its inputs."""
     if isinstance(model, keras.Sequential):
         return list(zip(model.layers, [[], *([one] for one in model.layers)], strict=False))
     nodes = (node for _, nodes in sorted(model._nodes_by_depth.items(), reverse=True) for node in nodes)
@@ -87,6 +87,20 @@ def before_training(prepare: Callable[[Any], Callable[[Any], None] | None]) -> N
         return result
 
     owner.make_train_function = make_train_function
+
+
+def before_testing(prepare: Callable[[Any], None]) -> None:
+    """Call a function with every model whose function for ``evaluate`` is made from now on."""
+    owner = next(kind for kind in keras.Model.__mro__ if "make_test_function" in vars(kind))
+    original = vars(owner)["make_test_function"]
+
+    @functools.wraps(original)
+    def make_test_function(self: Any, force: bool = False) -> Any:
+        if self.test_function is None or force:
+            prepare(self)
+        return original(self, force)
+
+    owner.make_test_function = make_test_function
 
 
 _EVERY = 16  # calls; a look waits for the device

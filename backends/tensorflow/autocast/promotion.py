@@ -34,7 +34,9 @@ def run_promoted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 def mixed_formats(error: Exception) -> str | None:
     """Return the line in which TensorFlow refuses to mix float32 with 16 bits; None if an error is another one."""
     text = str(error).partition("Arguments received by")[0]  # which Keras adds, with the formats of all arguments
-    lines = (line for line in text.splitlines() if re.search(r"float16|half", line) and re.search(r"float(32)?\b", line))
+    lines = (
+        line for line in text.splitlines() if re.search(r"float16|half", line) and re.search(r"float(32)?\b", line)
+    )
     return next(lines, None)
 
 

@@ -10,6 +10,7 @@ import pytest
 from keras import layers, ops
 
 import polyamp
+from support.harness_keras import to_numpy
 
 pytestmark = pytest.mark.backends
 
@@ -25,7 +26,7 @@ def _fresh() -> None:
 
 
 def numbers(values: Any) -> np.ndarray:
-    return ops.convert_to_numpy(ops.cast(values, "float32"))
+    return to_numpy(ops.cast(values, "float32"))
 
 
 @keras.saving.register_keras_serializable(package="polyamp_tests")
@@ -163,6 +164,7 @@ OF_IMAGES = [
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*Tensor.T is deprecated on 0-D tensors")
 @pytest.mark.parametrize("name", OF_IMAGES)
 def test_augmentation_runs_in_float32(name: str) -> None:
     kind = getattr(layers, name)

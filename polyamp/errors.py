@@ -66,6 +66,10 @@ class UsageError(PolyampError, RuntimeError):
     """Raised for a call in the wrong order, such as a step without a backward pass."""
 
 
+class FormatError(PolyampError, RuntimeError):
+    """Raised if a framework refused an operation because of its operands' formats; the cause is its own error."""
+
+
 class StateError(PolyampError, ValueError):
     """Raised for a saved state that does not fit the object it is loaded into."""
 

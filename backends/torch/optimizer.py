@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch import checkpoints, overflow, refusals, saving
+from polyamp.backends.torch.autocast.format_errors import raise_explained
 from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.closures import step_with_closure
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
@@ -252,7 +253,11 @@ class LossScaledOptimizer(torch.optim.Optimizer):
                 raise unknown_options(unknown, _OF_BACKWARD, where="opt.backward(loss, loss_id)")
         if self.witness.is_consumed and self.checks:
             raise refusals.not_cleared(where="backward(loss)")
-        self.scale(loss, loss_id).backward(**options)
+        try:
+            self.scale(loss, loss_id).backward(**options)
+        except RuntimeError as error:
+            raise_explained(error)
+            raise
 
     @not_traced
     def unscaled_grad(

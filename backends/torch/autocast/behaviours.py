@@ -41,6 +41,34 @@ PROMOTING = frozenset({"aten::cat", "aten::stack", "aten::addcmul", "aten::addcd
 # Not in native lists, so these run in the type of their input, and square it: 300 overflows.
 _FULL_HERE = frozenset({"variance"})
 
+# PyTorch refuses operands of different formats in these, on every device that does not list them: to promote them
+# changes no program that runs.
+_REFUSE_MIXED = """
+index_put _unsafe_index_put index_add index_copy index_reduce masked_scatter put scatter.src scatter.reduce
+scatter_reduce.two scatter_add lerp.Scalar lerp.Tensor embedding_bag embedding_bag.padding_idx dot vdot cross
+linalg_cross bilinear tensordot mv addmv linalg_multi_dot
+"""
+
+# It has no 16-bit kernels for these: LAPACK and cuSOLVER have none, nor has the CPU for the last three, which are in
+# CUDA's list.
+_REFUSE_LOW = """
+det linalg_det logdet slogdet linalg_slogdet linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve
+linalg_solve_triangular pdist _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+"""
+
+# Their CPU kernels take 16-bit data with float32 parameters, which batching and forward derivatives do not, and refuse
+# float32 data with 16-bit parameters. CUDA's list has those of layers and groups: in float16 they are ``full``.
+_NORMS = """
+layer_norm native_layer_norm group_norm batch_norm instance_norm
+native_layer_norm_backward native_group_norm_backward native_batch_norm_backward
+"""
+
+_REFUSED = {
+    f"aten::{name}": kind
+    for kind, names in (("mixed", _REFUSE_MIXED), ("low", _REFUSE_LOW), ("norm", _NORMS))
+    for name in names.split()
+}
+
 _ONLY_ON_CUDA = {
     "aten::_cudnn_rnn",
     "aten::cudnn_convolution",
@@ -52,10 +80,14 @@ _ONLY_ON_CUDA = {
 
 
 def behaviour(operator: str, region: Region, device_type: str) -> str | None:
-    """Return the class that an operator gets in a region; None leaves the operator to native autocast."""
+    """Return the class that an operator gets in a region; None leaves the operator to native autocast.
+
+    Some are not classes of a policy: ``lower mixed`` and ``full mixed`` are for operands of different formats and leave
+    others to native autocast. ``norm`` brings data and parameters to float32 where a norm's kernels refuse them.
+    """
     native = category(operator, device_type)
     decision = decide(region.rules, class_name(operator))
-    if not decision.rule:
+    if not decision.rule or operator.endswith("_backward"):
         return _without_rule(operator, native, region, device_type)
     if native == "unknown":
         warn_once(
@@ -69,9 +101,17 @@ def behaviour(operator: str, region: Region, device_type: str) -> str | None:
 def _without_rule(operator: str, native: str, region: Region, device_type: str) -> str | None:
     if native == "promote":
         return None if operator in PROMOTING else "promote"
-    if class_name(operator) in _FULL_HERE and native == "unlisted":
+    if native != "unlisted":
+        return None
+    refused = _REFUSED.get(operator)
+    if class_name(operator) in _FULL_HERE or refused == "low":
         return "full"
-    return _as_on_cuda(operator) if device_type == "cpu" and region.dtype is torch.float16 else None
+    on_cuda = _as_on_cuda(operator) if device_type == "cpu" else None
+    if on_cuda is not None and region.dtype is torch.float16:
+        return on_cuda
+    if refused == "mixed":
+        return "lower mixed" if on_cuda == "lower" else "full mixed"
+    return refused if device_type == "cpu" else None
 
 
 def _as_on_cuda(operator: str) -> str | None:
@@ -88,12 +128,11 @@ def _has_named_dimensions(operator: str) -> bool:
 
 def overridden_without_rule(region: Region, device_type: str) -> Iterator[str]:
     """Yield the operators that every region overrides, independent of its rules; see `_without_rule`."""
-    for name in registered(device_type) - PROMOTING:
-        if category(name, device_type) == "promote" and not _has_named_dimensions(name):
+    listed = registered("cpu") | registered("cuda") | _REFUSED.keys()
+    candidates = [*listed - PROMOTING, *(name for operation in _FULL_HERE for name in _index()[operation])]
+    for name in candidates:
+        if not _has_named_dimensions(name) and _without_rule(name, category(name, device_type), region, device_type):
             yield name
-    if device_type == "cpu" and region.dtype is torch.float16:
-        yield from filter(_as_on_cuda, registered("cuda"))
-    yield from (name for operation in _FULL_HERE for name in _index()[operation])
 
 
 def overridden_by_rules(region: Region, device_type: str) -> Iterator[str]:

@@ -20,7 +20,8 @@ from polyamp.backends.torch.autocast.regions import LIMIT, MARKED, find_region
 from polyamp.errors import ExtensionError
 
 _UNKNOWN_REGION = -2
-_NATIVE, _WIDEST = 1, 5  # two of the ``Behaviour`` in ``csrc/autocast.cpp``, where 0 is undecided
+_NATIVE, _WIDEST = 1, 5  # of the ``Behaviour`` in ``csrc/autocast.cpp``, where 0 is undecided
+_WHERE_REFUSED = {"norm": 9, "full mixed": 10, "lower mixed": 11}
 _Choose = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -59,7 +60,16 @@ class Kernels:
         if region is None or op_class is None:
             return _NATIVE
         low = region.dtype is torch.bfloat16
-        return {"lower": 2 + low, "full": 4, "keep": 6, "inner": 7 + low}.get(op_class, _WIDEST)
+        numbers = {
+            "lower": 2 + low,
+            "full": 4,
+            "keep": 6,
+            "inner": 7 + low,
+            "norm": 9,
+            "full mixed": 10,
+            "lower mixed": 11,
+        }
+        return numbers.get(op_class, _WIDEST)
 
     def _function(self, name: str, result: Any, *arguments: Any) -> Any:
         function = getattr(self._library, f"polyamp_autocast_{name}")

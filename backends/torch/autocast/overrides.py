@@ -88,7 +88,12 @@ def _is_listed(name: str, device_type: str) -> bool:
 def _kernel(name: str, device_type: str) -> Callable[..., Any]:
     op, key = behaviours.overload_named(name), unstable.AutocastKey(device_type)
     native = _native(name, device_type, op, key)
-    choices: dict[Region, Any] = {}
+    choices: dict[Region, tuple[Any, bool]] = {}
+
+    def chosen(region: Region) -> tuple[Any, bool]:
+        op_class, _, mixed = (behaviour(name, region, device_type) or "").partition(" ")
+        call = op_class and call_as(op_class, op, class_name(name), device_type, region.dtype)
+        return call or None, bool(mixed)
 
     @unstable.never_compiled
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,10 +101,9 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
         if region is None:
             return native(keyset, args, kwargs)
         if region not in choices:
-            op_class = behaviour(name, region, device_type)
-            choices[region] = op_class and call_as(op_class, op, class_name(name), device_type, region.dtype)
-        call = choices[region]
-        if call is None:
+            choices[region] = chosen(region)
+        call, only_mixed = choices[region]
+        if call is None or (only_mixed and len(_dtypes(op, args, kwargs, device_type)) < 2):
             return native(keyset, args, kwargs)
         with key.excluded():
             return call(args, kwargs)
@@ -113,31 +117,54 @@ def call_as(op_class: str, op: Any, canonical: str, device_type: str, dtype: tor
     place = names.index("dtype") if "dtype" in names else len(names)
     count = 1 if canonical in WITH_STATISTICS else len(names)
     to = dtype if op_class == "lower" else torch.float32
+    if op_class == "norm":
+        return _call_norm(op, names, device_type)
 
     def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         passes_dtype = kwargs.get("dtype") is not None or (len(args) > place and args[place] is not None)
         if op_class == "keep" or (passes_dtype and op_class in ("full", "inner")):
             return op(*args, **kwargs)
         # Eager code does not know where its inputs came from: what follows them runs in the widest of their types.
-        if op_class in ("lower", "full", "inner") or len(_dtypes(args, kwargs, device_type)) > 1:
+        if op_class in ("lower", "full", "inner") or len(_dtypes(op, args, kwargs, device_type)) > 1:
             args = (*_cast(args[:count], to, device_type), *args[count:])
             kwargs = _cast(kwargs, to, device_type)
         out = op(*args, **kwargs)
-        if op_class != "inner":
-            return out
-        if not isinstance(out, tuple):
-            return _cast(out, dtype, device_type)
-        results = [_cast(out[0], dtype, device_type), *out[1:]]  # the others are statistics
-        return type(out)(*results) if hasattr(out, "_fields") else type(out)(results)
+        return _first_as(out, dtype, device_type) if op_class == "inner" else out
 
     return call
 
 
-def _dtypes(args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -> set[torch.dtype]:
-    """Return the dtypes of the tensors that autocast would cast."""
+def _call_norm(op: Any, names: Sequence[str], device_type: str) -> Callable[..., Any]:
+    """Return a function that calls a norm, or its backward pass, with formats that its kernels accept."""
+    backward = op.__name__.partition(".")[0].endswith("_backward")
+    places = [place for place, name in enumerate(names) if backward or place == 0 or name in ("weight", "bias")]
+
+    def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = args[0].dtype
+        low = dtype is not torch.float32
+        if (low or backward) and not (unstable.is_transformed() or unstable.makes_tangents()):
+            return op(*args, **kwargs)
+        wide = [_cast(one, torch.float32, device_type) if at in places else one for at, one in enumerate(args)]
+        out = op(*wide, **kwargs)
+        return _first_as(out, dtype, device_type) if low and not backward else out
+
+    return call
+
+
+def _first_as(out: Any, dtype: torch.dtype, device_type: str) -> Any:
+    """Return the results of an operator with the first one in a dtype; the others are statistics."""
+    if not isinstance(out, tuple):
+        return _cast(out, dtype, device_type)
+    results = [_cast(out[0], dtype, device_type), *out[1:]]
+    return type(out)(*results) if hasattr(out, "_fields") else type(out)(results)
+
+
+def _dtypes(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device_type: str) -> set[torch.dtype]:
+    """Return the dtypes of the tensors that autocast would cast, and that the operator expects to be of one dtype."""
     lists = (value if isinstance(value, list | tuple) else (value,) for value in (*args, *kwargs.values()))
     tensors = (one for values in lists for one in values if isinstance(one, Tensor))
-    return {one.dtype for one in tensors if _is_eligible(one, device_type)}
+    numbers = op is torch.ops.aten.lerp.Tensor  # its weight may be a tensor without dimensions, of any format
+    return {one.dtype for one in tensors if _is_eligible(one, device_type) and (one.dim() or not numbers)}
 
 
 def _is_eligible(tensor: Tensor, device_type: str) -> bool:

@@ -11,6 +11,7 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
@@ -43,7 +44,10 @@ enum class Behaviour : int8_t {
   widest,
   as_written,
   inner_float16,
-  inner_bfloat16
+  inner_bfloat16,
+  norm,
+  mixed_float32,  // these two if the tensors' types differ; else native
+  mixed_bfloat16
 };
 
 // Regions are numbers from 0 on. None: only native autocast, or nothing.
@@ -181,6 +185,10 @@ class Override final : public Kernel {
         cast_(only_the_first ? 1 : arguments_),
         results_(op.schema().returns().size()),
         dtype_argument_(op.schema().argumentIndexWithName("dtype")),
+        weight_(op.schema().argumentIndexWithName("weight")),
+        bias_(op.schema().argumentIndexWithName("bias")),
+        backward_(op.schema().name().find("_backward") != std::string::npos),
+        ignores_numbers_(op.schema().name() == "aten::lerp" && op.schema().overload_name() == "Tensor"),
         chosen_(std::make_unique<std::atomic<Behaviour>[]>(settings.regions)) {
     if (listed) {
       native_.emplace(op.getComputedKernelForDispatchKey(key_));
@@ -188,7 +196,9 @@ class Override final : public Kernel {
   }
 
   void operator()(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) const {
-    const Behaviour behaviour = choose();
+    const Behaviour chosen = choose();
+    const bool only_mixed = chosen == Behaviour::mixed_float32 || chosen == Behaviour::mixed_bfloat16;
+    const Behaviour behaviour = only_mixed && agree(*stack) ? Behaviour::native : chosen;
     if (behaviour != Behaviour::native) {
       c10::impl::ExcludeDispatchKeyGuard without_autocast(key_);
       const std::optional<ScalarType> rounded = rounding(behaviour, *stack);
@@ -232,20 +242,48 @@ class Override final : public Kernel {
       case Behaviour::float16:
         return cast_to(ScalarType::Half, stack);
       case Behaviour::bfloat16:
+      case Behaviour::mixed_bfloat16:
         return cast_to(ScalarType::BFloat16, stack);
       case Behaviour::inner_float16:
       case Behaviour::inner_bfloat16:
+      case Behaviour::mixed_float32:
       case Behaviour::float32:
         return gives_dtype(stack) ? void() : cast_to(ScalarType::Float, stack);
       case Behaviour::widest:
         return agree(stack) ? void() : cast_to(ScalarType::Float, stack);
+      case Behaviour::norm:
+        return cast_norm(stack);
       default:
         return;
     }
   }
 
+  // Kernels of norms take 16-bit data with float32 parameters, but not under transforms, nor 16-bit parameters with
+  // float32 data. All that is 16-bit then becomes float32, except for running statistics.
+  void cast_norm(Stack& stack) const {
+    if ((backward_ || argument(stack, 0).toTensor().scalar_type() != ScalarType::Float) && !is_transformed()) {
+      return;
+    }
+    for (size_t index = 0; index < arguments_; ++index) {
+      const auto place = static_cast<int>(index);
+      if (backward_ || place == 0 || place == weight_ || place == bias_) {
+        cast_argument(argument(stack, index), ScalarType::Float);
+      }
+    }
+  }
+
+  static bool is_transformed() {
+    return c10::impl::tls_is_dispatch_key_included(DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+        torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
+  }
+
   // The dtype that the first result is cast to, for an operator whose result only is in 16 bits.
   std::optional<ScalarType> rounding(Behaviour behaviour, Stack& stack) const {
+    if (behaviour == Behaviour::norm) {
+      const ScalarType dtype = argument(stack, 0).toTensor().scalar_type();
+      const bool widened = !backward_ && dtype != ScalarType::Float && is_transformed();
+      return widened ? std::make_optional(dtype) : std::nullopt;
+    }
     const bool inner = behaviour == Behaviour::inner_float16 || behaviour == Behaviour::inner_bfloat16;
     if (!inner || gives_dtype(stack)) {
       return std::nullopt;
@@ -269,7 +307,8 @@ class Override final : public Kernel {
     for (size_t index = 0; index < arguments_; ++index) {
       const IValue& value = argument(stack, index);
       for (const IValue& one : value.isList() ? value.toListRef() : c10::ArrayRef<IValue>(value)) {
-        if (is_castable(one) && one.toTensor().scalar_type() != common) {
+        const bool counts = is_castable(one) && !(ignores_numbers_ && one.toTensor().dim() == 0);
+        if (counts && one.toTensor().scalar_type() != common) {
           if (common) {
             return false;
           }
@@ -327,6 +366,10 @@ class Override final : public Kernel {
   const size_t cast_;  // how many of the arguments are cast, starting with the first
   const size_t results_;
   const std::optional<int> dtype_argument_;
+  const std::optional<int> weight_;
+  const std::optional<int> bias_;
+  const bool backward_;
+  const bool ignores_numbers_;  // a tensor without dimensions may have any type
   std::optional<c10::SafeKernelFunction> native_;
   const std::unique_ptr<std::atomic<Behaviour>[]> chosen_;  // by region
 };

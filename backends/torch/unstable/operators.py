@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -198,6 +199,11 @@ def sequence_number(node: Any) -> int:
     """Return the number that identifies a node in recordings; see `next_sequence_number`."""
     number: int = node._sequence_nr()
     return number
+
+
+def makes_tangents() -> bool:
+    """Return whether forward derivatives are computed; whether a level of them is open has no public name."""
+    return forward_ad._current_level != -1
 
 
 def set_version(tensor: Tensor, version: int) -> None:

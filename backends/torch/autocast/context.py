@@ -37,8 +37,9 @@ def autocast(policy: Policy | str) -> Entered | AbstractContextManager[None]:
     A region belongs to the thread that enters it, also holds in functions that activation checkpointing runs again, and
     can be entered around and inside code under ``torch.compile(fullgraph=True)``. Enter a new one each time;
     `polyamp.autocast` returns an object that can be entered many times. In float16 on the CPU, CUDA's list applies to
-    operations that the CPU's list leaves out (exponentials, sums, norms). Operations on float16 and bfloat16 inputs run
-    in float32. A torch.autocast region inside has its own settings; the outer region holds again after it.
+    operations that the CPU's list leaves out (exponentials, sums, norms); in bfloat16, where PyTorch would raise.
+    Operations out of place on inputs of different formats run in float32. A torch.autocast region inside has its own
+    settings; the outer region holds again after it.
 
     >>> from polyamp import policy
     >>> low, x = policy("mixed_bfloat16", rules={"softmax": "lower"}), torch.ones(2, 2)
@@ -51,6 +52,7 @@ def autocast(policy: Policy | str) -> Entered | AbstractContextManager[None]:
 
     Raises:
         UnsupportedError: the ``compute`` format has 8 bits.
+        FormatError: in the region, PyTorch refused operands because of their formats.
     """
     if torch.compiler.is_compiling() and isinstance(policy, Policy):
         return _traced(policy)

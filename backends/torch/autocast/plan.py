@@ -236,17 +236,18 @@ def _reason(decision: Decision, format_name: str, device_type: str, policy: Poli
     if decision.rule:
         agrees = wanted.get(decision.op_class, format_name) == format_name
         return decision.rule if agrees else f"{decision.rule} has no effect here"
-    listed = (
-        native_class(decision.operation, device_type, DTYPES[policy.compute]) if device_type in DEVICE_TYPES else ""
-    )
+    dtype = DTYPES[policy.compute]
+    listed = native_class(decision.operation, device_type, dtype) if device_type in DEVICE_TYPES else ""
+    on_gpus = native_class(decision.operation, "cuda", dtype) if device_type == "cpu" and not listed else ""
+    elsewhere = f" (on a GPU: {on_gpus})" if on_gpus else ""
     if listed in wanted and wanted[listed] == format_name:
         return TABLE if listed == decision.op_class else f"native autocast's list for {device_type}"
     if decision.op_class == "inner":
-        return "inner, which native autocast runs in the format of its inputs"
+        return f"inner, which native autocast runs in the format of its inputs{elsewhere}"
     if "promote" in (listed, decision.op_class):
         return "the widest of its inputs"
     if decision.op_class in wanted and not listed:
-        return f"not in native autocast's list for {device_type}"
+        return f"not in native autocast's list for {device_type}{elsewhere}"
     return "the format of its inputs"
 
 

@@ -158,7 +158,7 @@ def test_reasons_name_the_table_the_list_and_the_rule() -> None:
     said = [(op.name, op.where.split()[0], op.op_class, op.format, op.reason) for op in plan.operations]
     assert said == [
         ("matmul", "0", "lower", "bfloat16", "table"),
-        ("softmax", "1", "full", "bfloat16", "not in native autocast's list for cpu"),
+        ("softmax", "1", "full", "bfloat16", "not in native autocast's list for cpu (on a GPU: full)"),
         ("matmul", "2", "lower", "bfloat16", "table"),
         ("softmax", "3", "full", "float32", "rule '3'"),
     ]

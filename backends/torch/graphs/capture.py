@@ -35,6 +35,9 @@ class Captured(NamedTuple):
     results: Sequence[Any]  # the leaves of what the function returned; computed tensors are those of ``outputs``
     out_spec: Any  # the tree that they form
     outputs: Sequence[Any]  # a fake for each output of the graph
+    assigned: Mapping[
+        str, tuple[Tensor, Any]
+    ]  # by path the modules' tensors that the code assigns: the old and the new
 
 
 def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
@@ -58,10 +61,12 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     compiled = torch.compile(captured_call, backend=backend, fullgraph=True, dynamic=True)
     copies = [copy_of(leaf) for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(copies, in_spec)
-    with unstable.capturing(captured_call.__code__, backend), refusals(), _unchanged(root_of(fn)):
+    with unstable.capturing(captured_call.__code__, backend), refusals(), _assignments(root_of(fn)) as assigned:
         returned = compiled(*args, **kwargs)
         _refuse_changes(copies, leaves)
-    results, out_spec = pytree.tree_flatten(hold(returned))
+    _refuse_state(assigned, seen.get("inputs", ()), root_of(fn))
+    new = [value for _, value in assigned.values()]
+    results, out_spec = pytree.tree_flatten((hold(returned), new) if assigned else hold(returned))
     if not seen:
         if any(isinstance(one, Tensor) and not any(one is leaf for leaf in leaves) for one in results):
             raise UsageError(
@@ -76,7 +81,7 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
         seen.update(module=GraphModule(nn.Module(), nothing), inputs=(), outputs=())
     module, inputs, outputs = seen["module"], seen["inputs"], seen["outputs"]
     seen.clear()
-    return Captured(module, inputs, leaves, in_spec, results, out_spec, outputs)
+    return Captured(module, inputs, leaves, in_spec, results, out_spec, outputs, assigned)
 
 
 @contextmanager
@@ -119,25 +124,41 @@ def _headline(error: Exception) -> str:
 
 
 @contextmanager
-def _unchanged(root: nn.Module) -> Iterator[None]:
-    """Refuse code that assigns attributes: a graph would not assign them again."""
+def _assignments(root: nn.Module) -> Iterator[dict[str, tuple[Any, Any]]]:
+    """Undo assignments to the attributes of modules; return the old and the new value of each, by path."""
     saved = [
-        (type(module).__name__, attributes, dict(attributes))
-        for module in root.modules()
+        (f"{path}." * bool(path), attributes, dict(attributes))
+        for path, module in root.named_modules()
         for attributes in (vars(module), module._parameters, module._buffers)
     ]
+    found = dict[str, tuple[Any, Any]]()
     try:
-        yield
+        yield found
     finally:
-        names = {f"{kind}.{name}" for kind, attributes, before in saved for name in _restore(attributes, before)}
-    if names:
+        for path, attributes, before in saved:
+            found |= {path + name: values for name, values in _restore(attributes, before).items()}
+
+
+def _refuse_state(assigned: Mapping[str, tuple[Any, Any]], inputs: Sequence[Any], root: nn.Module) -> None:
+    """Refuse assignments that a graph cannot repeat: of what is not a tensor, or of state that it would not find."""
+    buffers = {id(buffer) for buffer in root.buffers()}
+    read = {id(one) for one in inputs} - buffers
+    if names := [name for name, (old, new) in assigned.items() if id(old) in read or not _alike(old, new)]:
         raise UsageError(
             "the code assigns attributes, which a graph cannot do",
             where="rewrite(module)",
             found=", ".join(sorted(names)),
-            allowed="buffers that are changed in place, as by self.average.copy_(value)",
-            fix="change them in place, return the values, or use polyamp.autocast(policy), which runs any code",
+            allowed="buffers, and tensors that the code does not read before; a new value has the dtype, device and "
+            "shape of the old one",
+            fix="register them as buffers with their final shape, return the values, or use polyamp.autocast(policy), "
+            "which runs any code",
         )
+
+
+def _alike(old: Any, new: Any) -> bool:
+    if not isinstance(old, Tensor) or not isinstance(new, Tensor) or isinstance(old, nn.Parameter):
+        return False
+    return (old.dtype, old.device) == (new.dtype, new.device) and old.shape == new.shape
 
 
 def copy_of(leaf: Any, fn: Callable[[Any], Any] = lambda tensor: tensor) -> Any:
@@ -166,10 +187,12 @@ def _refuse_changes(copies: Sequence[Any], leaves: Sequence[Any]) -> None:
             )
 
 
-def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> list[str]:
-    """Restore the attributes that were assigned, and return their names."""
+def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Restore the attributes that were assigned; return their old and their new values."""
     names = {name for name in {*before, *attributes} if attributes.get(name) is not before.get(name)}
-    changed = [name for name in names if not name.startswith("_dynamo")]
+    changed = {
+        name: (before.get(name), attributes.get(name)) for name in sorted(names) if not name.startswith("_dynamo")
+    }
     for name in changed:
         if name in before:
             attributes[name] = before[name]

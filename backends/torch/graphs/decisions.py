@@ -14,6 +14,7 @@ For each node the pass keeps what is `Known` of its value in the new graph, whic
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -83,12 +84,19 @@ class Pass:
     """The decisions for one graph, and the new graph, which is written as they are made."""
 
     def __init__(
-        self, module: GraphModule, graph: Graph, arguments: Mapping[Node, Known], shared: Shared, off: int = 0
+        self,
+        module: GraphModule,
+        graph: Graph,
+        arguments: Mapping[Node, Known],
+        shared: Shared,
+        off: int = 0,
+        state: Mapping[Node, Node] = MappingProxyType({}),
     ) -> None:
         self.module, self.graph, self.aliases, self.shared = module, graph, Aliases(module.graph), shared
         self.decider, self.attributes, self.operations, self.numbers = shared
         self._low = DTYPES[self.decider.compute]
         self._off = off  # how many regions turn autocast off here
+        self._state = state  # arguments that are assigned after the graph has run, and what is assigned to them
         self.known = {node: known._replace(number=self.numbers[node]) for node, known in arguments.items()}
         self._new = Writing(graph, unstable.fake_mode_of(node.meta.get("example_value") for node in module.graph.nodes))
         self._rounding: set[Node] = set()  # nodes with several results, whose first is rounded where it is used
@@ -155,7 +163,7 @@ class Pass:
     def _look(self) -> dict[Any, str]:
         """Look at the readers of the values; see `polyamp.readers`."""
         nodes = self.module.graph.nodes
-        written: dict[Any, Any] = {}
+        written: dict[Any, Any] = {node: [new] for node, new in self._state.items()}
         for node in nodes:
             for state in {name for one in self.aliases.changed[node] for name in self.aliases.names(one)}:
                 if state.op in ("placeholder", "get_attr") and native_name(node) in ("copy_", "setitem"):

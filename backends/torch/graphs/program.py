@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -45,6 +45,7 @@ class Program:
         check_arguments(fn, pytree.tree_leaves((args, kwargs)))
         self.name, self.mode = name, mode_of(root)
         captured = capture(fn, args, kwargs)
+        self.assigned = tuple(captured.assigned)  # the paths of tensors whose new values the graph returns too
         self.decider, self._operations = Decider(policy), list[PlannedOperation]()
         self.attributes = Attributes(name)
         with refusals():
@@ -88,7 +89,7 @@ class _Writer:
         """Return the graph, with these names for its arguments."""
         module, arguments = self.captured.module, self._arguments()
         shared = Shared(self.decider, self.attributes, operations, self.numbers)
-        passed = Pass(module, self.graph, arguments, shared)
+        passed = Pass(module, self.graph, arguments, shared, state=self._state())
         computed = dict(zip(map(id, self.captured.outputs), passed.results(), strict=True))
         leaves = [self._result(leaf, computed) for leaf in self.captured.results]
         passed.finish(leaves)
@@ -105,9 +106,19 @@ class _Writer:
         known = {node: self._tensor(node, given) for node, given in pairs if isinstance(given, Tensor)}
         return known | {node: self._size(node, given, known) for node, given in pairs if node not in known}
 
+    def _state(self) -> dict[Node, Node]:
+        """Return the captured graph's placeholders of tensors that the code assigns, with what it assigns to them."""
+        graph = self.captured.module.graph
+        placeholders, (results,) = graph.find_nodes(op="placeholder"), graph.output_node().args
+        computed = dict(zip(map(id, self.captured.outputs), cast(Any, results), strict=True))
+        new = {id(old): computed[id(value)] for old, value in self.captured.assigned.values() if id(value) in computed}
+        pairs = zip(placeholders, self.captured.inputs, strict=True)
+        return {node: new[id(given)] for node, given in pairs if id(given) in new}
+
     def _tensor(self, node: Node, given: Tensor) -> Known:
         fake = node.meta["example_value"]
-        is_ours = not any(leaf is given for leaf in self.captured.leaves)
+        assigned = [old for old, _ in self.captured.assigned.values()]
+        is_ours = not any(one is given for one in (*self.captured.leaves, *assigned))
         new = self._input(given)
         new.meta["example_value"] = fake
         is_parameter = isinstance(given, nn.Parameter)

@@ -58,14 +58,16 @@ def rewrite(
 
     Returns:
         A `Rewritten`, which is a ``torch.fx.GraphModule`` with an attribute ``plan``. It shares the module's parameters
-        and buffers, and the names in its ``state_dict``; its results have the module's dtypes. Except for training
-        modes, attributes that the module's code reads keep their values from the capture.
+        and buffers, and the names in its ``state_dict``; its results have the module's dtypes. Buffers that the code
+        assigns are assigned after each call. Except for these and training modes, attributes that the module's code
+        reads keep their values from the capture.
 
     Raises:
         InvalidTypeError: ``module`` is not a module or function, or arguments or results hide tensors.
         InvalidValueError: the module does not accept these arguments.
         UnsupportedError: torch functions do not compute in the format.
-        UsageError: the code cannot be captured as one graph, assigns attributes, or is in a `torch.autocast` region.
+        UsageError: the code cannot be captured as one graph, assigns attributes that are not tensors, or is in a
+            `torch.autocast` region.
 
     Warns:
         PolyampWarning: nothing was lowered, or a rule matched nothing.
@@ -234,7 +236,9 @@ class Rewritten(GraphModule):
         if found is None:
             return _without_compiling(self, args, kwargs)
         run: Any = self._views[found - 1] if found else self._first
-        return run(*args, **kwargs)
+        results = run(*args, **kwargs)
+        names = self.programs[found].assigned
+        return _assign(self._source[1], names, *results) if names else results
 
     def _fitting(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
         """Return the index of the program for these arguments and modes; in compiled code, for the modes alone."""
@@ -258,6 +262,14 @@ class Rewritten(GraphModule):
             where="pickle, torch.save",
             fix="save its state_dict(), which is that of the original, and rewrite the loaded model",
         )
+
+
+def _assign(root: nn.Module, names: Sequence[str], results: Any, values: Sequence[Any]) -> Any:
+    """Assign what the module's code assigns to its attributes, and return the results."""
+    for name, value in zip(names, values, strict=True):
+        path, _, attribute = name.rpartition(".")
+        setattr(root.get_submodule(path), attribute, value)
+    return results
 
 
 _MANY = 16

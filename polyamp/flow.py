@@ -7,7 +7,8 @@ results.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from polyamp.formats import format_of
@@ -21,6 +22,8 @@ NO_FLOATS = "no floating-point input"
 """The reason for an operation that needs no decision."""
 READ_IN_FULL = "read by full work alone"
 """What `polyamp.readers.look` finds about a product that is computed inside the full work that reads it."""
+IN_DISTANCE = "subtracted from squares of its operands"
+"""What it finds about the product in a squared distance that is written out."""
 ACCUMULATES = "a state that is written"
 """What it finds about an accumulator, and what is between its old value and its new one."""
 
@@ -75,6 +78,27 @@ def constant(magnitudes: Iterable[float], compute: str) -> Value:
     return Value(unfit=f"constant {unfit:.4g} is {'beyond' if abs(unfit) > 1 else 'lost in'} {target.name}")
 
 
+def integers(value: Value, largest: float, compute: str) -> Value:
+    """Return the facts about integers that become floating values: they are exact data. None is beyond ``largest``."""
+    target = format_of(compute)
+    limit = 2 ** (target.mantissa_bits + 1)
+    if not target.is_low or largest <= limit:
+        return value
+    return value._replace(unfit=f"integers beyond {limit} are not exact in {target.name}")
+
+
+def largest_integer(operation: str, inputs: Sequence[float], limit: float) -> float:
+    """Return how large the integers are that an operation makes of others; ``limit`` is that of their type.
+
+    The numbers of sizes and scalars count as 0: one factor for all elements may be rounded like any constant.
+    """
+    bounds: dict[str, Callable[[Sequence[float]], float]] = {"add": sum, "sub": sum, "mul": math.prod}
+    entry = OPERATIONS.get(operation)
+    moves = operation == "cast" or (entry is not None and entry.op_class in ("neutral", "promote"))
+    bound = bounds.get(operation, max if moves or not any(inputs) else None)
+    return min(limit, bound(inputs)) if bound and inputs else limit
+
+
 def parameter(largest: float, compute: str) -> Value:
     """Return the facts about a parameter. Its numbers change in training, so only whether they are beyond counts."""
     return constant([largest], compute) if largest > format_of(compute).max else WEAK
@@ -87,9 +111,11 @@ def table(values: Any, compute: str, *, divides: bool = False) -> Value:
     array = numpy.asarray(values)
     if array.size == 1:
         return constant([float(array.reshape(()))], compute)
-    sizes = numpy.abs(array[numpy.isfinite(array) & (array != 0)])
+    sizes = numpy.abs(array[numpy.isfinite(array) & (array != 0)].astype(float))
     ends = [sizes.max(), sizes.min()][: 1 + divides] if sizes.size else []
     found = constant(map(float, ends), compute)
+    if array.dtype.kind in "iu" and not found.unfit:
+        found = integers(found, max(ends, default=0), compute)
     return found if found.unfit or not (array >= 0).all() else found._replace(role="table")
 
 
@@ -231,6 +257,8 @@ def _is_asked(operation: str, op_class: str, inputs: Sequence[Value], asked: str
     """Return whether an operation is in float32 because of what becomes of its result."""
     if asked == ACCUMULATES:
         return op_class in ("follow", "neutral", "promote")
+    if asked == IN_DISTANCE:
+        return op_class == "lower" or operation == "mul"
     return asked == READ_IN_FULL and operation == "mul" and all(value.state == "low" for value in inputs[:2])
 
 
@@ -311,7 +339,7 @@ def _anew(decision: Decision, inputs: Sequence[Value], reason: str, unfit: str) 
     roles: tuple[str, ...] = ("average",) if decision.operation == "sub" else ()
     if unfit or reason == _NEXT_TO_INPUT:
         roles = ("saturated", "pointwise", "average")
-    elif decision.op_class == "full" or reason == READ_IN_FULL:
+    elif decision.op_class == "full" or reason in (READ_IN_FULL, IN_DISTANCE):
         roles = ("saturated", "average")
     present = {value.role for value in inputs if value.state == "low"}
     return tuple(role for role in roles if role in present)

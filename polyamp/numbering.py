@@ -7,7 +7,8 @@ Source: value numbering (Briggs, Cooper and Simpson, "Value numbering", 1997).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import math
+from collections.abc import Hashable, Iterable, Sequence
 
 # Operations whose results have the magnitude of their operands.
 _UNSIGNED = frozenset({"neg", "abs", "stop_gradient", "custom derivative"})
@@ -71,3 +72,29 @@ class Numbering:
             return "square"
         over = operation == "div" and self.is_constant(first) and not self.is_constant(second)
         return "reciprocal" if over else operation
+
+    def product(self, operands: Iterable[int], contracted: int, *, is_aligned: bool) -> str:
+        """Return the specific name of a product of matrices, by the number of terms that it adds up.
+
+        One that adds up nothing is a ``mul``. ``is_aligned``: each element of one operand meets one of the other, as in
+        the dot products of rows; those of a value by itself are a ``square``.
+        """
+        before = (self._reshaped.get(number, number) for number in operands)
+        name = self.specific("mul", *before) if is_aligned else "mul"
+        return name if name == "square" or contracted == 1 else "matmul"
+
+
+def terms_of_einsum(equation: str, shapes: Sequence[Sequence[int]]) -> int:
+    """Return how many terms each element of an einsum adds up.
+
+    >>> terms_of_einsum("i,j->ij", [(2,), (3,)]), terms_of_einsum("...k,kj", [(2, 5), (5, 3)])
+    (1, 5)
+    """
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    names, sizes = inputs.split(","), dict[str, int]()
+    for name, shape in zip(names, shapes, strict=True):
+        first, _, last = name.partition("...")
+        sizes |= dict(zip(first, shape, strict=False)) | dict(zip(last[::-1], shape[::-1], strict=False))
+    kept = output if arrow else [label for label in sizes if inputs.count(label) == 1]
+    hidden = 2 if arrow and "..." in inputs and "..." not in output else 1  # at least
+    return hidden * math.prod(size for label, size in sizes.items() if label not in kept)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from polyamp.batch import Footprint
 from polyamp.errors import UnsupportedError, check_arguments, is_integer, is_number, refuses_unreadable
-from polyamp.flow import Decision, Value, constant, decide, flow, parameter, table
+from polyamp.flow import Decision, Value, constant, decide, flow, integers, parameter, table
 from polyamp.policies import Policy
 from polyamp.report import Report, aligned, in_bytes, plural
 from polyamp.rules import Rule, unused
@@ -299,6 +299,10 @@ class Decider:
     def constant(self, *magnitudes: float) -> Value:
         """Return the facts about a constant in the policy's compute format; see `polyamp.flow.constant`."""
         return _constant(magnitudes, self.compute)
+
+    def integers(self, value: Value, largest: float) -> Value:
+        """Return the facts about integers that become floating values; see `polyamp.flow.integers`."""
+        return integers(value, largest, self.compute)
 
     def parameter(self, largest: float) -> Value:
         """Return the facts about a parameter in the policy's compute format; see `polyamp.flow.parameter`."""

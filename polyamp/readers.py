@@ -1,9 +1,11 @@
 """A look at the readers of a graph's values, before the flow rule decides its operations.
 
-The flow rule goes forward, so it does not know what becomes of a value. Three patterns need that:
+The flow rule goes forward, so it does not know what becomes of a value. Four patterns need that:
 
 - A product of two low values that only full work reads, such as the sum in ``(a * b).sum()``, is computed inside that
   work, in float32. So are the products of a difference of products: it may be much smaller than they are.
+- A product that is subtracted from squares of its own operands, as in ``|a|^2 + |b|^2 - 2ab``, is in float32: the
+  distance may be much smaller than all three.
 - A constant by which something is divided has to be kept to its smallest element.
 - A state that is written, such as a moving average, is an accumulator: what is computed from its old value up to its
   new one is in float32. In 16 bits ``0.999 * state + 0.001 * y`` stands still.
@@ -12,10 +14,10 @@ The flow rule goes forward, so it does not know what becomes of a value. Three p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from polyamp.flow import ACCUMULATES, READ_IN_FULL
+from polyamp.flow import ACCUMULATES, IN_DISTANCE, READ_IN_FULL
 
 DIVIDES = "a constant divisor"
 
@@ -25,6 +27,13 @@ _KEEPING = _AFFINE | {"clip", "maximum", "minimum", "scatter", "scatter_add", "c
 _LINEAR = _AFFINE | {"avg_pool", "sum", "mean", "matmul", "conv", "einsum"}  # in one input, if the others are constants
 _LOGARITHMS = frozenset({"log", "log2", "log10", "reciprocal", "rsqrt"})
 _PASSING = frozenset({"follow", "neutral", "promote"})
+
+
+_PRODUCTS = frozenset({"matmul", "tensordot", "conv", "bilinear"})
+_SQUARES = frozenset({"square", "pow", "norm"})
+_JOINING = frozenset({"concat", "stack", "tile", "diagonal"})
+_ADDING = _MOVES | _JOINING | {"add", "sub"}
+_SUMMING = frozenset({*_SQUARES, "sum", "mean", "sqrt"})
 
 
 class Read(NamedTuple):
@@ -42,18 +51,21 @@ def look(
     results: Collection[Hashable],
     constants: Collection[Hashable],
     written: Mapping[Hashable, Collection[Hashable]],
+    number: Callable[[Any], Hashable] = lambda value: value,
 ) -> dict[Hashable, str]:
-    """Return what the readers of values ask of these: `READ_IN_FULL`, `ACCUMULATES` or `DIVIDES`.
+    """Return what the readers of values ask of these: `READ_IN_FULL`, `IN_DISTANCE`, `ACCUMULATES` or `DIVIDES`.
 
     Args:
         reads: the operations of a graph, in their order.
         results: the values that the graph returns; what becomes of them is not known.
         constants: the values that are constants, or made of constants alone.
         written: for each state, as a value that is read, the values that may be its new ones.
+        number: returns the same for values that are equal; see `polyamp.numbering`.
     """
     variable = [read._replace(inputs=[value for value in read.inputs if value not in constants]) for read in reads]
     found = dict.fromkeys(_divisors(reads, constants), DIVIDES)
     found |= dict.fromkeys(_read_in_full(variable, results), READ_IN_FULL)
+    found |= dict.fromkeys(_in_distances(reads, constants, number), IN_DISTANCE)
     return found | dict.fromkeys(_accumulated(variable, written), ACCUMULATES)
 
 
@@ -97,6 +109,64 @@ def _differences(reads: Sequence[Read]) -> set[Hashable]:
         if is_difference or (read.op_class in _PASSING and not differences.isdisjoint(read.inputs)):
             differences.update(read.outputs)
     return differences
+
+
+_Terms = dict[Hashable, int]  # what a sum has as its terms, with their signs; 0 if the sign is not known
+
+
+def _in_distances(
+    reads: Sequence[Read], constants: Collection[Hashable], number: Callable[[Any], Hashable]
+) -> set[Hashable]:
+    """Return products of which squares of their own operands are subtracted, or the other way round."""
+    origins: dict[Hashable, set[Hashable]] = {}  # of a value that only moves or scales others, the numbers of those
+    squares: dict[Hashable, _Terms] = {}  # for a value, the origins whose squares it adds up
+    products: dict[Hashable, _Terms] = {}  # for a value, the products among its terms
+    operands: dict[Hashable, set[Hashable]] = {}  # for a product, the origins of its operands
+    found: set[Hashable] = set()
+
+    def origins_of(values: Iterable[Hashable]) -> set[Hashable]:
+        return {one for value in values for one in origins.get(value, {number(value)})}
+
+    for read in reads:
+        inputs = [value for value in read.inputs if value not in constants] or list(read.inputs)
+        operation, own = read.operation, origins_of(inputs)  # the parameters of a scale do not count
+        is_scaled = operation in ("mul", "div") and len(inputs) == 1
+        is_product = operation in _PRODUCTS or (operation == "mul" and len(inputs) == 2)
+        if operation in _MOVES | _JOINING or is_scaled:
+            origins |= dict.fromkeys(read.outputs, own)
+        adds = operation in _ADDING or is_scaled
+        of_squares = _added(operation, inputs, squares) if adds or is_product or operation in _SUMMING else {}
+        of_products = _added(operation, inputs, products) if adds else {}
+        if operation in _SQUARES:
+            of_squares |= dict.fromkeys(own, 1)
+        if operation in ("diagonal", "gather"):  # of a product of rows with themselves, their squares
+            of_squares |= {one: 1 for value in of_products if len(operands[value]) == 1 for one in operands[value]}
+        for output in read.outputs:
+            if is_product:
+                operands[output], of_products = origins_of(read.inputs), {output: 1}
+            squares[output], products[output] = of_squares, of_products
+        found |= {
+            product
+            for product, sign in of_products.items()
+            if any(sign * of_squares[one] < 1 for one in operands[product] & of_squares.keys())
+        }
+    return found
+
+
+def _added(operation: str, inputs: Sequence[Hashable], terms: Mapping[Hashable, _Terms]) -> _Terms:
+    """Return the terms of what an operation makes of its inputs, with their signs."""
+    found: _Terms = {}
+    for place, value in enumerate(inputs):
+        factor = (
+            0
+            if operation in ("mul", "div", *_PRODUCTS)
+            else -1
+            if operation == "neg" or (operation == "sub" and place)
+            else 1
+        )
+        for one, sign in terms.get(value, {}).items():
+            found[one] = factor * sign if found.get(one, factor * sign) == factor * sign else 0
+    return found
 
 
 def _accumulated(reads: Sequence[Read], written: Mapping[Hashable, Collection[Hashable]]) -> set[Hashable]:

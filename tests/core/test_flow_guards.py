@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyamp.flow import TABLE, Decision, Value, constant, decide, flow
+from polyamp.flow import TABLE, Decision, Value, constant, decide, flow, integers, largest_integer, table
 from polyamp.formats import FORMATS
 from polyamp.operations import CLASSES, OPERATIONS
 from polyamp.rules import Rule, unused
 from support.flow_cases import (
     COMPUTE,
+    INPUT,
     LOW,
     MIXES,
     STRONG,
@@ -198,3 +199,47 @@ def test_rules_do_not_reach_what_is_never_touched_and_are_unused_where_they_met_
         rules = [Rule(name, "lower"), Rule("head", "full")]
         assert unused(rules, [(name, "model/head")]) == rules, name
         assert unused(rules, [(name, "model/head"), ("add", "model/head")]) == rules[:1], name
+
+
+# --- integers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("compute", "limit"), [("float16", 2048), ("bfloat16", 256)])
+def test_integers_that_the_format_rounds_are_guarded_as_constants_are(compute: str, limit: int) -> None:
+    assert integers(INPUT, limit, compute) == INPUT
+    exact = integers(INPUT, limit + 1, compute)
+    assert exact.unfit == f"integers beyond {limit} are not exact in {compute}"
+    moved = by_table("reshape", by_table("mul", exact, WEAK, compute=compute).output, compute=compute).output
+    for name in ("matmul", "conv", "add", "mul"):
+        assert by_table(name, moved, LOW, compute=compute).format == "float32"
+        assert by_table(name, moved, LOW, compute=compute).reason == exact.unfit
+    assert by_table("matmul", by_table("exp", moved, compute=compute).output, WEAK, compute=compute).format == compute
+
+
+@pytest.mark.parametrize("compute", ["float32", "tensorfloat32"])
+def test_no_integers_are_guarded_from_formats_that_are_not_low(compute: str) -> None:
+    assert integers(WEAK, 1e9, compute) == WEAK
+
+
+def test_a_table_of_integers_is_exact_and_one_of_floats_is_not() -> None:
+    assert table(np.arange(300), "bfloat16").unfit == "integers beyond 256 are not exact in bfloat16"
+    assert table(np.arange(257), "bfloat16") == table(np.arange(300.0), "bfloat16") == Value(role="table")
+    assert table(np.array(300), "bfloat16") == WEAK  # one factor for all
+
+
+@pytest.mark.parametrize(
+    ("operation", "inputs", "largest"),
+    [
+        ("reshape", [100], 100),
+        ("cast", [100], 100),
+        ("concat", [100, 7], 100),
+        ("sub", [100, 7], 107),
+        ("mul", [100, 7], 700),
+        ("floor_div", [100, 0], 1000),
+        ("floor_div", [0, 0], 0),  # of sizes
+        ("add", [900, 900], 1000),
+        ("argmax", [], 1000),
+    ],
+)
+def test_integers_are_as_large_as_what_they_are_made_of(operation: str, inputs: list[float], largest: float) -> None:
+    assert largest_integer(operation, inputs, 1000) == largest

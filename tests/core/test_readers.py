@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyamp.flow import ACCUMULATES, READ_IN_FULL, Decision, Value, decide, flow, parameter, table
-from polyamp.numbering import Numbering
+from polyamp.flow import ACCUMULATES, IN_DISTANCE, READ_IN_FULL, Decision, Value, decide, flow, parameter, table
+from polyamp.numbering import Numbering, terms_of_einsum
 from polyamp.readers import DIVIDES, Read, look
 from polyamp.rules import parse_rules
 
@@ -163,3 +163,76 @@ def test_a_constant_over_another_value_is_a_reciprocal() -> None:
     assert not numbering.is_constant(numbering.of("add", [one, value]))
     assert numbering.specific("div", both, value) == "reciprocal"
     assert numbering.specific("div", both, one) == numbering.specific("div", value, one) == "div"
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes", "terms"),
+    [
+        ("i,j->ij", [(2,), (3,)], 1),
+        ("bi, bj -> bij", [(4, 2), (4, 3)], 1),
+        ("ik,kj->ij", [(2, 1), (1, 3)], 1),
+        ("ik,kj", [(2, 5), (5, 3)], 5),
+        ("...k,kj->...j", [(7, 2, 5), (5, 3)], 5),
+        ("...i,...j->...ij", [(7, 2), (7, 3)], 1),
+        ("...i,...i->", [(7, 2), (7, 2)], 4),
+        ("i,j,k->ijk", [(2,), (3,), (4,)], 1),
+        ("ab->ba", [(2, 3)], 1),
+        ("ab->a", [(2, 3)], 3),
+    ],
+)
+def test_the_terms_of_an_einsum_are_counted(equation: str, shapes: list[tuple[int, ...]], terms: int) -> None:
+    assert terms_of_einsum(equation, shapes) == terms
+
+
+def test_a_product_that_sums_nothing_is_a_mul_and_dot_products_of_equal_rows_are_squares() -> None:
+    numbering = Numbering()
+    rows, others = numbering.new((8, 4)), numbering.new((8, 4))
+    wide, tall = (numbering.of("reshape", [rows], 0, shape) for shape in ((8, 1, 4), (8, 4, 1)))
+    assert numbering.product([rows, others], 1, is_aligned=True) == numbering.product([rows, rows], 1, is_aligned=False)
+    assert numbering.product([rows, others], 1, is_aligned=False) == "mul"
+    assert numbering.product([rows, others], 4, is_aligned=True) == "matmul"
+    assert numbering.product([rows, rows], 4, is_aligned=False) == "matmul"
+    assert numbering.product([rows, rows], 4, is_aligned=True) == numbering.product([wide, tall], 4, is_aligned=True)
+    assert numbering.product([wide, tall], 4, is_aligned=True) == "square"
+
+
+DISTANCE = ("s = square a", "a2 = sum s", "t = square b", "b2 = sum t", "p = matmul a b", "k = mul p two")
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        ((*DISTANCE, "m = sub a2 k", "d = add m b2"), "p"),
+        ((*DISTANCE, "m = add a2 b2", "d = sub m k"), "p"),
+        ((*DISTANCE, "m = sub b2 k", "d = add a2 m"), "p"),
+        ((*DISTANCE, "m = sub b2 k"), "p"),
+        ((*DISTANCE, "c = mul a2 two", "d = sub p c"), "p"),
+        ((*DISTANCE, "n = neg p", "d = add n a2"), "p"),
+        ((*DISTANCE, "r = reshape b2", "m = sub r k", "e = exp m"), "p"),
+        (("s = mul a two", "p = matmul s b", "t = square a", "q = sum t", "d = sub q p"), "p"),
+        (("n = norm a", "q = square n", "p = matmul a b", "d = sub q p"), "p"),
+        (("q = square a", "p = mul a b", "d = sub q p"), "p"),
+        (("t = square b", "q = sum t", "p = matmul q a b"), "p"),  # addmm
+        (("g = matmul a t", "t = transpose a", "q = diagonal g", "d = sub q g"), ""),  # t comes later
+        (("t = transpose a", "g = matmul a t", "q = diagonal g", "d = sub q g"), "g"),
+        ((*DISTANCE, "d = sub a2 e"), ""),
+        ((*DISTANCE, "d = add p a2"), ""),
+        ((*DISTANCE, "m = exp k", "d = sub a2 m"), ""),
+        (("s = square c", "q = sum s", "p = matmul a b", "d = sub q p"), ""),
+    ],
+)
+def test_a_product_is_found_that_is_subtracted_from_squares_of_its_operands(
+    program: tuple[str, ...], found: str
+) -> None:
+    asked = look(reads(*program), results=[], constants=["two"], written={})
+    assert {value for value, what in asked.items() if what == IN_DISTANCE} == set(found.split())
+
+
+def test_the_product_in_a_distance_is_float32_and_reads_what_the_squares_read() -> None:
+    rounded = LOW._replace(role="saturated")
+    for operation in ("matmul", "mul"):
+        decided = flow(decide((), operation), [rounded, WEAK], "float16", asked=IN_DISTANCE)
+        assert (decided.format, decided.reason, decided.anew) == ("float32", IN_DISTANCE, ("saturated",))
+    assert flow(decide((), "add"), [LOW, WEAK], "float16", asked=IN_DISTANCE).format == "float16"
+    ruled = decide(parse_rules({"matmul": "lower"}), "matmul")
+    assert flow(ruled, [LOW, WEAK], "float16", asked=IN_DISTANCE).format == "float16"

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.casting import dtype_of
+from polyamp.backends.jax.casting import dtype_of, is_traced
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell
 from polyamp.backends.jax.graphs.values import Values
-from polyamp.backends.jax.operations import OPERATIONS
-from polyamp.flow import AS_WRITTEN, NO_FLOATS, WEAK, Decision, Value
+from polyamp.flow import AS_WRITTEN, INPUT, NO_FLOATS, WEAK, Decision, Value
 from polyamp.operations import OPERATIONS as CANONICAL
 from polyamp.plan import Decider
 
@@ -36,16 +35,26 @@ def decide_equation(decider: Decider, equation: Any, cells: Sequence[Cell], valu
     if unstable.ISLAND in path and entry is not None and entry.op_class != "keep":
         decision = Decision(name, "full", IN_FLOAT32)
     inputs = [cell.value for cell in cells if cell.inexact]
+    if inputs and equation.primitive.name == "dot_general":  # it also takes integers as they are
+        pairs = zip(cells, equation.invars, strict=True)
+        inputs += [value_of_integers(decider, *pair, values) for pair in pairs if not pair[0].inexact]
     if decision.op_class == "lower":  # what full work made of constants alone is a constant
         inputs = [value._replace(state="weak") if value.role == "weights" else value for value in inputs]
     asked = values.asked_of(equation.outvars[0]) if equation.outvars else ""
     is_constant = bool(equation.outvars and inputs) and values.is_constant(equation.outvars[0])
     is_backward = bool(asked or is_constant) and "transpose" in unstable.transformations(equation)
     decision = _with_format(decider, equation, decision, inputs, "" if is_backward else asked)
+    if equation.primitive.name == "iota" and unstable.dtype_in(equation.outvars[0]) == FLOAT32:
+        decision = decision._replace(output=decider.integers(WEAK, values.largest(equation.outvars[0])))
     if is_constant and not is_backward:
         decision = _of_constants(decision, cells)
     _note(decider, equation, decision, cells)
     return decision
+
+
+def value_of_integers(decider: Decider, cell: Cell, atom: Any, values: Values) -> Value:
+    """Return the facts about integers that become float32."""
+    return decider.integers(INPUT if is_traced(cell.array) else WEAK, values.largest(atom))
 
 
 def dtypes_of(decision: Decision, decider: Decider) -> tuple[Any, Any]:
@@ -103,7 +112,7 @@ def _note(decider: Decider, equation: Any, decision: Decision, cells: Sequence[C
     """Record whether an operation was lowered; for one that the table lowers, also why it was not."""
     decider.lowered |= decision.format == decider.compute
     dtypes = {cell.dtype for cell in cells if cell.inexact}
-    if OPERATIONS.get(equation.primitive.name) not in _LOWERED or not dtypes:
+    if decision.operation not in _LOWERED or not dtypes:
         return
     if decision.format == AS_WRITTEN and any(dtype.itemsize <= 2 for dtype in dtypes):  # the user wrote it so
         decider.lowered = True

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.casting import dtype_of, is_traced
+from polyamp.backends.jax.casting import dtype_of
 from polyamp.backends.jax.graphs import writing
 from polyamp.backends.jax.graphs.capture import Program
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, declared_value
-from polyamp.backends.jax.graphs.decisions import decide_equation, dtypes_of
+from polyamp.backends.jax.graphs.decisions import decide_equation, dtypes_of, value_of_integers
 from polyamp.backends.jax.graphs.planning import PlanBuilder
 from polyamp.backends.jax.graphs.values import Values
 from polyamp.backends.jax.graphs.writing import bind_low, bind_wide
@@ -242,7 +242,7 @@ def convert(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> li
     target = np.dtype(equation.params["new_dtype"])
     if target == FLOAT32 and jnp.issubdtype(cell.declared, np.integer):
         (array,) = unstable.bound(equation, [cell.array])
-        return [Cell.of(array, FLOAT32, INPUT if is_traced(cell.array) else WEAK)]
+        return [Cell.of(array, FLOAT32, value_of_integers(run.decider, cell, equation.invars[0], run.values))]
     if cell.declared != FLOAT32:
         return None
     if target == FLOAT32:

@@ -6,16 +6,19 @@ For example, in ``(x @ w) * (x @ w)`` the two products have equal numbers, so th
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from polyamp.backends.jax import unstable
 from polyamp.backends.jax.graphs.cells import FLOAT32, is_inexact
 from polyamp.backends.jax.operations import canonical
+from polyamp.flow import largest_integer
 from polyamp.numbering import Numbering
 from polyamp.operations import OPERATIONS
 from polyamp.readers import Read, look
@@ -37,26 +40,53 @@ class Values:
         self.numbering = Numbering()
         self._numbers: dict[Any, int] = {}
         self._literals: dict[Hashable, int] = {}
+        self._largest: dict[Any, float] = {}  # how large the integers in an array may be
         self._reads: list[Read] = []
         self._results: list[Any] = []  # what becomes of them is not known
         self._is_repeated = is_repeated
         self._times = Counter[int]()
         self._count(closed)
-        self._apart: dict[int, Any] = {}  # the programs to look at for any arguments
+        self._backward: set[Any] = set()  # results of a backward pass, in programs that it holds too
+        self._apart: dict[int, tuple[Any, bool]] = {}  # the programs to look at for any arguments
         self._add(closed)
         done = set[int]()
         while new := self._apart.keys() - done:
             done |= new
             for key in new:
-                self._add(self._apart[key])
+                self._add(*self._apart[key])
         atoms = {value for read in self._reads for value in read.inputs if value is not _LITERAL}
         constants = {_LITERAL, *filter(self.is_constant, atoms)}
-        self._asked = look(self._reads, results=self._results, constants=constants, written=_written(closed, states))
+        self._asked = look(
+            self._reads,
+            results=self._results,
+            constants=constants,
+            written=_written(closed, states),
+            number=lambda value: self._numbers.get(value, value),
+        )
 
     def operation(self, equation: Any) -> str:
         """Return the canonical name of an operation: a ``mul`` of equal values is a ``square``."""
         name, inputs = canonical(equation.primitive.name, equation.params), equation.invars
+        if equation.primitive.name == "dot_general":
+            return self._product(equation)
         return self.numbering.specific(name, *map(self.number, inputs)) if len(inputs) == 2 else name
+
+    def _product(self, equation: Any) -> str:
+        """Return the canonical name of a product. Gradients have that of products that sum."""
+        if equation.outvars[0] in self._backward:
+            return "matmul"
+        first, second = equation.invars
+        contracting, batch = equation.params["dimension_numbers"]
+        contracted = math.prod(first.aval.shape[place] for place in contracting[0])
+        is_aligned = contracting[0] == contracting[1] and batch[0] == batch[1]
+        is_aligned &= equation.outvars[0].aval.size * contracted == first.aval.size == second.aval.size
+        return self.numbering.product(map(self.number, equation.invars), contracted, is_aligned=is_aligned)
+
+    def largest(self, atom: Any) -> float:
+        """Return how large the integers of an array may be; 0 for a number in the program, which is like a constant."""
+        if not unstable.is_variable(atom):
+            return 0
+        return self._largest.get(atom, float(np.iinfo(atom.aval.dtype).max) if is_integer(atom) else 1)
 
     def number(self, atom: Any) -> int:
         """Return the number of a value."""
@@ -82,26 +112,31 @@ class Values:
                 if self._times[id(part)] == 1:
                     self._count(part)
 
-    def _add(self, closed: Any) -> None:
+    def _add(self, closed: Any, is_backward: bool = False) -> None:
         """Look at a program for any arguments."""
         jaxpr, _ = unstable.opened(closed)
         self._results += filter(unstable.is_variable, jaxpr.outvars)
         self._numbers.update({variable: self.numbering.new(_shape(variable)) for variable in jaxpr.invars})
-        self._walk(closed)
+        self._walk(closed, is_backward)
 
-    def _walk(self, closed: Any) -> None:
+    def _walk(self, closed: Any, is_backward: bool) -> None:
         jaxpr, constants = unstable.opened(closed)
         for variable, array in zip(jaxpr.constvars, constants, strict=False):
             is_constant = not isinstance(array, jax.core.Tracer)
             self._numbers[variable] = self.numbering.new(_shape(variable), is_constant=is_constant)
+            if is_constant and is_integer(variable) and np.size(array):
+                self._largest[variable] = float(np.abs(np.asarray(array, float)).max())
         for equation in jaxpr.eqns:
             inputs, parts = list(map(self.number, equation.invars)), unstable.inner_programs(equation)
+            if is_backward or "transpose" in unstable.transformations(equation):
+                self._backward.update(equation.outvars)
             results = self._programs(equation, inputs, parts) if parts else self._operation(equation, inputs)
             self._numbers.update(zip(equation.outvars, results, strict=True))
 
     def _programs(self, equation: Any, inputs: list[int], parts: Sequence[Any]) -> list[int]:
         """Look at the programs that an equation holds; return the numbers of its results."""
         name, inner = equation.primitive.name, unstable.opened(parts[0])[0]
+        is_backward = not self._backward.isdisjoint(equation.outvars)
         new = [self.numbering.new(_shape(variable)) for variable in equation.outvars]
         is_call = name in _CALLS and len(inner.invars) == len(inputs)
         if not is_call:
@@ -110,7 +145,7 @@ class Values:
             self._pass_on(equation.invars[-len(unstable.opened(part)[0].invars) :], unstable.opened(part)[0].invars)
         if is_call and self._times[id(parts[0])] == 1 and not self._is_repeated(parts[0]):
             self._numbers.update(zip(inner.invars, inputs, strict=True))
-            self._walk(parts[0])
+            self._walk(parts[0], is_backward)
             self._pass_on(inner.outvars, equation.outvars)
             numbers = list(map(self.number, inner.outvars))
             if name.startswith("custom_"):
@@ -118,7 +153,9 @@ class Values:
             return numbers if len(numbers) == len(new) else new
         for part in parts if is_call or name in _PASSING_ON else ():  # a state may be written through them
             self._pass_on(unstable.opened(part)[0].outvars, equation.outvars)
-        self._apart.update({id(part): part for part in parts})
+        self._apart.update({id(part): (part, is_backward) for part in parts})
+        if is_call and equation.params.get("name") == "norm":  # of a distance
+            self._read("norm", "full", equation.invars, equation.outvars)
         if name != "jit" or equation.effects:
             return new
         keys = ((id(parts[0]), place) for place in range(len(equation.outvars)))
@@ -129,6 +166,7 @@ class Values:
         operation, name = self.operation(equation), equation.primitive.name
         entry, shapes = OPERATIONS.get(operation), list(map(_shape, equation.outvars))
         self._read(operation, "keep" if entry is None else entry.op_class, equation.invars, equation.outvars)
+        self._bound(equation, operation)
         if equation.effects or operation == "random" or not inputs:
             return [self.numbering.new(shape, is_constant=name == "iota") for shape in shapes]
         is_cast = name == "convert_element_type"
@@ -142,6 +180,16 @@ class Values:
         except TypeError:  # an attribute that cannot be compared
             return [self.numbering.new(shape) for shape in shapes]
 
+    def _bound(self, equation: Any, operation: str) -> None:
+        """Note how large the integers in the results of an operation may be."""
+        if equation.primitive.name == "iota":
+            size = equation.params["shape"][equation.params["dimension"]]
+            self._largest[equation.outvars[0]] = size - 1 if isinstance(size, int) else math.inf
+            return
+        whole = [one for one in equation.outvars if is_integer(one)]
+        inputs = [self.largest(one) for one in equation.invars if whole and not is_inexact(unstable.dtype_in(one))]
+        self._largest.update({one: largest_integer(operation, inputs, self.largest(one)) for one in whole})
+
     def _read(self, operation: str, op_class: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         values = [atom if unstable.is_variable(atom) else _LITERAL for atom in _floating(inputs)]
         self._reads.append(Read(operation, op_class, values, _floating(outputs)))
@@ -149,6 +197,12 @@ class Values:
     def _pass_on(self, atoms: Sequence[Any], to: Sequence[Any]) -> None:
         for atom, variable in zip(atoms, to, strict=False):
             self._read("identity", "neutral", [atom], [variable])
+
+
+def is_integer(atom: Any) -> bool:
+    """Return whether an array has integers."""
+    dtype = unstable.dtype_in(atom)
+    return dtype is not None and bool(jnp.issubdtype(dtype, np.integer))
 
 
 def _shape(atom: Any) -> Any:

@@ -6,6 +6,7 @@ inputs in 16 bits and its output is low. Then `tf.exp`, whose class is ``full``,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ from polyamp.backends.tensorflow.graphs.graph import (
     Scopes,
     closes_loop,
     is_gradient,
+    terms_of,
 )
 from polyamp.backends.tensorflow.graphs.norms import fused
 from polyamp.backends.tensorflow.graphs.parts import parts_of
@@ -30,6 +32,7 @@ from polyamp.backends.tensorflow.graphs.values import (
     HANDLED,
     KNOWN_CARRIED,
     VARIANT,
+    Integers,
     Known,
     decide_list,
     is_list,
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
 
 _UPDATE = Value("strong", "the update")
 _SATURATED_GRADIENTS = ("SigmoidGrad", "TanhGrad")
+_PRODUCTS = ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
 _EXPANDED = "matrix_exponential"  # the scope of ``tf.linalg.expm``, whose coefficients go up to 6e16
 
 
@@ -102,13 +106,16 @@ class Pass:
         self.graph = graph = fused(graph, places, program.library) if program.fuses else graph
         names = (name for name, _ in graph.arguments)
         self.known: dict[str, Known] = dict(zip(names, arguments, strict=True))
+        self.integers = Integers(graph, self.known)
         self.scopes = Scopes(graph, path, traced, lambda: (body.scopes for body in program.bodies))
-        self.parts = parts_of(graph, program.library)
+        self.parts, self._places = parts_of(graph, program.library), places
         self._numbering, self._numbers = numbered(graph, self.known, lambda value: places.shape(graph, value))
         # the first value with a number and a type
         self._equal = {(self._numbers[name], known.dtype): name for name, known in self.known.items()}
         constants = {value for value, number in self._numbers.items() if self._numbering.is_constant(number)}
-        self._looked = look([*self._reads()], results=graph.returns, constants=constants, written={})
+        self._looked = look(
+            [*self._reads()], results=graph.returns, constants=constants, written={}, number=self._numbers.__getitem__
+        )
         for name, known in self.known.items():
             if self.is_divisor(name) and known.as_divisor is not None:
                 self.known[name] = known._replace(value=known.as_divisor)
@@ -130,6 +137,10 @@ class Pass:
     def is_divisor(self, value: str) -> bool:
         """Return whether something is divided by a constant."""
         return self._looked.get(value) == DIVIDES
+
+    def elements(self, value: str) -> int:
+        """Return the number of elements of a value; 0 if it is not known."""
+        return self._places.elements(self.graph, value)
 
     def inputs_of(self, node: Node) -> list[Known]:
         """Return the facts about a node's inputs; the edge that closes a loop is float32 by need."""
@@ -277,6 +288,8 @@ class Pass:
     def _specific(self, node: Node) -> str:
         """Return the canonical name of a node's operation, given its operands."""
         operation = OPERATIONS.get(node.op, node.op)
+        if operation == "matmul":
+            return self._product(node)
         if operation in ("mul", "div"):
             if self._divides_again(node):
                 return "reciprocal"
@@ -288,6 +301,29 @@ class Pass:
         if is_expanded and CLASSES[operation].op_class in ("lower", "follow"):
             return "matrix_exp" if _EXPANDED in self.scopes.scope_of(node).split("/") else operation
         return operation
+
+    def _product(self, node: Node) -> str:
+        """Return the name of a product. A gradient has that of its forward operation, which is one of many."""
+        if node.name in self.parts.backward:
+            forward = self._product_before(node)
+            return "matmul" if forward is None else self._specific(forward)
+        if node.op not in _PRODUCTS:
+            return "matmul"
+        lengths = [self._places.lengths(self.graph, value) for value in node.inputs]
+        terms = terms_of(node, lengths)
+        if len(lengths) == 1:
+            return "transpose" if terms == 1 else "sum"
+        sizes = {math.prod(one) for one in lengths}
+        result = self._places.lengths(self.graph, node.outputs[0])
+        is_aligned = 0 not in (*lengths[0], *lengths[1], *result) and sizes == {math.prod(result) * terms}
+        numbers = [self._numbers.get(value, -1) for value in node.inputs]
+        return self._numbering.product(numbers, terms, is_aligned=is_aligned)
+
+    def _product_before(self, node: Node) -> Node | None:
+        """Return the product of the forward pass that a node differentiates, if it is in this graph."""
+        forward = self.scopes.forward_node(node) if node.name in self.parts.backward else None
+        is_product = forward is not None and forward.op in _PRODUCTS and forward.name not in self.parts.backward
+        return forward if is_product else None
 
     def _divides_again(self, node: Node) -> bool:
         """Return whether a node divides a quotient by its denominator again, like the derivative ``-x / y / y``."""
@@ -314,7 +350,9 @@ class Pass:
             as_product = self.program.flow(Decision("mul", "follow", TABLE), inputs, gradient=True)
             decision = as_product._replace(operation=decision.operation, op_class=decision.op_class)
         else:
-            asked = next((self._looked[one] for one in node.outputs if one in self._looked), "")
+            forward = self._product_before(node) if decision.op_class == "lower" else None
+            outputs = node.outputs if forward is None else forward.outputs
+            asked = next((self._looked[one] for one in outputs if one in self._looked), "")
             decision = self.program.flow(decision, inputs, gradient=is_backward, asked=asked)
         compares = decision.operation == "compare" and is_gradient(node.name)  # as the derivative of a maximum does
         if (is_product or compares) and decision.output.state == "low" and node.inputs[0] in self._unrounded:
@@ -358,7 +396,15 @@ def _cast(decisions: Pass, node: Node) -> TypedNode:
     if node.input_ports[0].dtype in FLOATING or node.output_ports[0].dtype != FLOAT32:
         return decisions.by_flow(node)
     known, maker = decisions.inputs_of(node)[0], decisions.graph.maker.get(node.inputs[0])
-    return decisions.as_written(node, TABLE, value_of_cast(node, known.value, maker, decisions.program))
+    is_scalar = known.is_constant and decisions.elements(node.inputs[0]) == 1  # such as a size that TensorFlow knows
+    largest = 0 if is_scalar else decisions.integers.largest(node.inputs[0])
+    return decisions.as_written(node, TABLE, value_of_cast(node, known.value, maker, decisions.program, largest))
+
+
+def _range(decisions: Pass, node: Node) -> TypedNode:
+    """Decide a range, whose numbers are exact, in float32 too."""
+    largest = decisions.integers.largest(node.outputs[0])
+    return decisions.as_written(node, TABLE, decisions.program.integers(WEAK, largest))
 
 
 def _shape(decisions: Pass, node: Node) -> TypedNode:
@@ -406,5 +452,6 @@ _SPECIAL: dict[str, Callable[[Pass, Node], TypedNode]] = {
     "IdentityN": _identities,
     "Merge": _merge,
     "NextIteration": _loop_edge,
+    "Range": _range,
     **dict.fromkeys(("Rank", "Shape", "ShapeN", "Size"), _shape),
 }

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,6 +24,7 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import as_asked, graph_of, operation_definition
 from polyamp.errors import is_users
+from polyamp.numbering import terms_of_einsum
 
 One = TypeVar("One", bound=Hashable)
 NodeDef = tf.compat.v1.NodeDef
@@ -155,6 +156,15 @@ def closure(start: Iterable[One], following: Callable[[One], Iterable[One]]) -> 
     return found
 
 
+def terms_of(node: Node, lengths: Sequence[Sequence[int]]) -> int:
+    """Return how many terms each element of a product adds up, by the lengths of its operands' axes."""
+    attributes = node.definition.attr
+    if node.op == "Einsum":
+        return terms_of_einsum(attributes["equation"].s.decode(), lengths)
+    is_turned = any(attributes[name].b for name in ("transpose_a", "adj_x") if name in attributes)
+    return lengths[0][-2 if is_turned else -1] if lengths[0] else 0
+
+
 def called_functions(definition: Any) -> list[str]:
     """Return the names of the functions in a node's attributes."""
     values = definition.attr.values()
@@ -267,6 +277,12 @@ class Places:
         tensor = self._tensor(graph, value)
         return tuple(tensor.shape) if tensor is not None and tensor.shape.is_fully_defined() else None
 
+    def lengths(self, graph: Graph, value: str) -> list[int]:
+        """Return the lengths of a value's axes, 0 for those that are not known; no axes if not even their number is."""
+        tensor = self._tensor(graph, value)
+        known = tensor is not None and tensor.shape.rank is not None
+        return [0 if length is None else length for length in tensor.shape] if known else []
+
     def _tensor(self, graph: Graph, value: str) -> Any:
         maker = graph.maker.get(value)
         if maker is None:  # an argument, which has another name in a function's definition
@@ -345,6 +361,10 @@ class Scopes:
         scopes, _, own = as_asked(home._traced, name if known is None else known.name).rpartition("/")
         is_chosen = own not in _DEFAULTS if known is None else not _repeats_operation(own, known.op)
         return _within(self.path, "/".join(filter(None, (scopes, own if is_chosen else ""))))
+
+    def forward_node(self, node: Node) -> Node | None:
+        """Return the node of this graph that a gradient differentiates; None if it is not here."""
+        return self._node_at(forward_of(node.name))
 
     def ruled_path(self, node: Node) -> str:
         """Return the path that rules match: rules for a forward operation also match its gradient."""

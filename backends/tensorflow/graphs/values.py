@@ -15,15 +15,17 @@ operands are two values.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.devices import lowerable
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, READS, Graph, Node
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.flow import CARRIED, INPUT, TABLE, WEAK, Value
+from polyamp.flow import CARRIED, INPUT, TABLE, WEAK, Value, largest_integer
 from polyamp.numbering import Numbering
 from polyamp.plan import Decider
 
@@ -157,6 +159,7 @@ class Known(NamedTuple):
     is_constant: bool = False  # whether it is the same in every call
     held: str = ""  # for a list of tensors, its name in `Lists`
     as_divisor: Value | None = None  # the state of a captured constant if something is divided by it
+    largest: float = math.inf  # how large its integers may be
 
 
 KNOWN_CARRIED = Known(FLOAT32, CARRIED)
@@ -195,13 +198,48 @@ def value_of_integers(node: Node, values: Mapping[str, Value]) -> Value:
     return INPUT if any(made_of) or reads_data(node) else WEAK
 
 
-def value_of_cast(node: Node, known: Value, maker: Node | None, decider: Decider) -> Value:
-    """Return the state of float32 values that a cast makes from integers or booleans."""
+def value_of_cast(node: Node, known: Value, maker: Node | None, decider: Decider, largest: float) -> Value:
+    """Return the state of float32 values that a cast makes from integers or booleans; ``largest`` is their limit."""
     if node.input_ports[0].dtype == BOOL:
         return WEAK
     if maker is not None and maker.op == "Const":
         return decider.table(tf.make_ndarray(maker.definition.attr["value"].tensor))
-    return INPUT if known.state == "input" else WEAK
+    return decider.integers(INPUT if known.state == "input" else WEAK, largest)
+
+
+class Integers:
+    """How large the integers in the values of a graph may be; 0 for sizes and scalars, which are like constants."""
+
+    def __init__(self, graph: Graph, known: Mapping[str, Known]) -> None:
+        self._graph, self._known, self._largest = graph, known, dict[str, float]()
+
+    def largest(self, value: str) -> float:
+        """Return the limit of a value."""
+        if value not in self._largest:
+            maker = self._graph.maker.get(value)
+            self._largest[value] = math.inf  # until it is known: a loop comes back to it
+            self._largest[value] = self._known[value].largest if maker is None else self._made(maker, value)
+        return self._largest[value]
+
+    def _made(self, node: Node, value: str) -> float:
+        port = node.output_ports[node.outputs.index(value)]
+        operation, kind = OPERATIONS.get(node.op, node.op), tf.as_dtype(port.dtype % 100)
+        limit = float(kind.max) if kind.is_integer else 1 if kind.is_bool else math.inf
+        if node.op == "Const":
+            return _largest_in_array(tf.make_ndarray(node.definition.attr["value"].tensor))
+        if node.op == "Range":
+            makers = [self._graph.maker.get(one) for one in node.inputs]
+            ends = [one.definition.attr["value"].tensor for one in makers if one is not None and one.op == "Const"]
+            return float(max(abs(tf.make_ndarray(end)) for end in ends)) if len(ends) == len(makers) else limit
+        if operation in ("shape", "one_hot"):
+            return 0
+        pairs = zip(node.inputs, node.input_ports, strict=True)
+        moved = [one for one, of in pairs if operation == "cast" or of.attribute == port.attribute]
+        return largest_integer(operation, list(map(self.largest, moved)), limit)
+
+
+def _largest_in_array(array: Any) -> float:
+    return float(np.abs(array.astype(float)).max()) if array.size > 1 else 0
 
 
 def capture(dtype: int, tensor: Any, variable: Any, decider: Decider) -> Known:
@@ -213,7 +251,8 @@ def capture(dtype: int, tensor: Any, variable: Any, decider: Decider) -> Known:
     if not hasattr(tensor, "numpy"):
         return Known(dtype, value_of_type(dtype))
     if dtype != FLOAT32:
-        return Known(dtype, value_of_type(dtype) if dtype in FLOATING else WEAK, is_constant=True)
+        known = Known(dtype, value_of_type(dtype) if dtype in FLOATING else WEAK, is_constant=True)
+        return known._replace(largest=_largest_in_array(tensor.numpy())) if tensor.dtype.is_integer else known
     array = tensor.numpy()
     return Known(dtype, decider.table(array), is_constant=True, as_divisor=decider.table(array, divides=True))
 

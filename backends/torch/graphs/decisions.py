@@ -13,6 +13,7 @@ For each node the pass keeps what is `Known` of its value in the new graph, whic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -44,8 +45,10 @@ from polyamp.backends.torch.graphs.values import (
     fake_as,
     is_floating,
     is_integral,
+    is_readable,
     join_values,
     known_value,
+    largest_in,
     map_known,
     numbers_of,
     tensors_of,
@@ -69,6 +72,8 @@ _AUTOCAST = {"_enter_autocast": 1, "_exit_autocast": -1}
 _MAKING = frozenset({"constant", "fill"})  # they make a tensor of a number
 # Operations that promote integers to the type of floating operands, in which large ones may not fit.
 _WITH_INTEGERS = frozenset({*_WITH_NUMBERS, "pow", "mean"} - {"pad", "scatter", "fill"})
+
+_EXACT = frozenset({"cast", "integer", "add", "sub", "mul", "where"})  # of integers, as floating values they are exact
 
 
 class Shared(NamedTuple):
@@ -102,7 +107,12 @@ class Pass:
         self._rounding: set[Node] = set()  # nodes with several results, whose first is rounded where it is used
         self._again: dict[Node, bool] = {}  # nodes that may be written again; whether gradients are recorded there
         self._anew: dict[tuple[Node, tuple[str, ...]], Known] = {}  # nodes that were written again, in float32
+        self._largest: dict[
+            Node, float
+        ] = {}  # how large the integers in a value may be, if more than its dtype is known
         self._returned: dict[Node, Node] = {}  # the value behind each result
+        for node, known in self.known.items():
+            self._note_integers(node, known.tensor)
         for node in filter(self.aliases.is_touched, arguments):  # no constants
             self.numbers.add(node)
         self._classes = {node: found for node in module.graph.nodes if (found := self._read_node(node)) is not None}
@@ -145,7 +155,9 @@ class Pass:
         if node.op in ("placeholder", "output"):
             return None
         if node.op == "get_attr":
-            is_tensor = isinstance(getattr(self.module, str(node.target)), Tensor)
+            held = getattr(self.module, str(node.target))
+            is_tensor = isinstance(held, Tensor)
+            self._note_integers(node, held)
             self.numbers.add(node, is_constant=is_tensor and not self.aliases.is_touched(node))
             return None
         name = native_name(node)
@@ -155,10 +167,17 @@ class Pass:
         if name == "_set_grad_enabled":
             self.numbers.records = bool(node.args[0])
         found = self._classify(node) if self._is_operation(node) else None
+        if found is not None:
+            self._largest[node] = largest_in(node, self._largest)
         self.numbers.add_call(node, operation_of(node))
         for changed in {name for one in self.aliases.changed[node] for name in self.aliases.names(one)}:
             self.numbers.add(changed)
         return found
+
+    def _note_integers(self, node: Node, held: Any) -> None:
+        """Look at the integers of a tensor of the program, unless they are changed."""
+        if isinstance(held, Tensor) and is_integral(held) and is_readable(held) and not self.aliases.is_touched(node):
+            self._largest[node] = float(held.abs().max())
 
     def _look(self) -> dict[Any, str]:
         """Look at the readers of the values; see `polyamp.readers`."""
@@ -173,6 +192,7 @@ class Pass:
             results={*filter(self.aliases.is_touched, nodes), *self.module.graph.output_node().all_input_nodes},
             constants={node for node in nodes if node.op != "output" and self.numbers.is_constant(node)},
             written=written,
+            number=lambda node: self.numbers[node],
         )
 
     def _read(self, node: Node) -> Read:
@@ -264,7 +284,7 @@ class Pass:
 
     def _operands(self, node: Node, decision: Decision) -> list[Value]:
         """Return the facts about a node's operands, in order; except an addend of a product that may be saturated."""
-        operands = [(used, value_of(self.known[used])) for used in operands_of(node)]
+        operands = [(used, self._value(used)) for used in operands_of(node)]
         addend = addend_of(node) if decision.op_class == "lower" else None
         return [
             value
@@ -273,9 +293,15 @@ class Pass:
             or (
                 decision.operation in _WITH_INTEGERS
                 and is_integral(self.known[used].declared)
-                and value.state != "weak"
+                and (value.state != "weak" or value.unfit)
             )
         ]
+
+    def _value(self, node: Node) -> Value:
+        """Return the facts about a value; about integers, those that hold when they become floating values."""
+        value = value_of(self.known[node])
+        limited = self._largest.get(node, math.inf)
+        return self.decider.integers(value, limited) if is_integral(self.known[node].declared) else value
 
     def _apply_rule(self, node: Node, decision: Decision, floating: list[Node]) -> Decision:
         """Apply the flow rule to a node."""
@@ -285,7 +311,10 @@ class Pass:
         if not floating:
             known = [self.known[one] for one in node.all_input_nodes if tensors_of(self.known[one].declared)]
             given = [join_values(one.value) if isinstance(one.value, list) else one.value for one in known]
-            return decision._replace(output=value_without_floats(operation, given, constant), reason=NO_FLOATS)
+            output = value_without_floats(operation, given, constant)
+            is_exact = is_floating(self._declared(node)) and operation in _EXACT
+            output = self.decider.integers(output, self._largest[node]) if is_exact else output
+            return decision._replace(output=output, reason=NO_FLOATS)
         values = self._operands(node, decision)
         values_and_numbers = [*values, constant] if constant.unfit else values
         decision = self.decider.flow(decision, values_and_numbers, asked=self._asked.get(node, ""))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from types import FunctionType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -19,6 +20,7 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.operations import FUNCTIONS, canonical
 from polyamp.backends.torch.unstable import storage_of
 from polyamp.backends.torch.user_code import line_in
+from polyamp.numbering import terms_of_einsum
 
 OPERATORS: tuple[type, type] = (type(torch.ops.aten.mm.default), type(torch.ops.aten.mm))  # an overload, a packet
 
@@ -113,6 +115,49 @@ def plain_target(node: Node) -> Any:
     plain = getattr(operator, f"__{native_name(node)[1:]}__", None)
     is_statement = getattr(operator, native_name(node), None) is node.target and plain is not None
     return plain if is_statement and not hasattr(first, f"__{native_name(node)}__") else node.target
+
+
+class Product(NamedTuple):
+    """A product of two tensors."""
+
+    operands: list[Node]
+    terms: int  # how many terms each element adds up; at least 2 if that is not known
+    is_aligned: bool  # whether each element of one operand meets one of the other, as in dot products of rows
+
+
+def product_of(node: Node) -> Product | None:
+    """Return how a node multiplies two tensors; None if it is not such a product."""
+    name, given = native_name(node).partition(".")[0], node.args
+    operands = operands_of(node)[name in _ADDING :][:2]
+    shapes = [tuple(one.meta["example_value"].shape) for one in operands]
+    if name == "einsum":
+        if not isinstance(given[0], str) or len(shapes) != given[0].count(",") + 1:
+            return None
+        terms, (first, _, second) = terms_of_einsum(given[0], shapes), given[0].partition("->")[0].partition(",")
+        in_order = first.strip() == second.strip()
+    elif name in ("outer", "ger", "addr"):
+        terms, in_order = 1, False
+    elif name == "tensordot":
+        axes: Any = node.kwargs.get("dims", given[2] if len(given) > 2 else 2)
+        axes = range(-axes, 0) if isinstance(axes, int) else axes[0]
+        terms, in_order = math.prod(shapes[0][axis] for axis in axes), False
+    elif name in _OF_ROWS and shapes[0]:
+        axis: Any = node.kwargs.get("dim", -1) if name == "linalg_vecdot" else -1
+        terms, in_order = shapes[0][axis], True
+    else:
+        return None
+    if len(operands) < 2:
+        return Product(operands, terms, is_aligned=False)
+    result = node.meta["example_value"]
+    sizes = {str(one.meta["example_value"].numel()) for one in operands} | {str(result.numel() * terms)}
+    return Product(operands, terms if isinstance(terms, int) else 2, is_aligned=in_order and len(sizes) == 1)
+
+
+# Products whose first operand has the contracted dimension last.
+_OF_ROWS = frozenset(
+    {"addmm", "addmv", "baddbmm", "bmm", "imatmul", "inner", "linalg_matmul", "linalg_vecdot", "linear", "matmul", "mm"}
+    | {"mv"}
+)
 
 
 def is_composite(node: Node) -> bool:

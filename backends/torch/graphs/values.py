@@ -5,7 +5,8 @@ For example, in ``(x @ w) * (x @ w)`` both operands have one number, so the flow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,8 @@ from torch.fx.node import map_arg
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.dtypes import name_of
-from polyamp.backends.torch.graphs.graph import native_name, operands_of, operation_of
-from polyamp.flow import INPUT, WEAK, Value
+from polyamp.backends.torch.graphs.graph import native_name, operands_of, operation_of, product_of
+from polyamp.flow import INPUT, WEAK, Value, largest_integer
 from polyamp.numbering import Numbering
 from polyamp.operations import OPERATIONS
 from polyamp.plan import Decider
@@ -47,10 +48,15 @@ def known_value(declared: Any, state: str = "weak") -> Value:
     return Value(state) if declared.dtype == torch.float32 else Value("other", name_of(declared.dtype))
 
 
-def constant_of(held: Tensor, decider: Decider, *, divides: bool = False) -> Value:
-    """Return the facts about a tensor of the program, from its numbers if they can be read: not if it is sharded."""
+def is_readable(held: Tensor) -> bool:
+    """Return whether the numbers of a tensor can be read: not if it is sharded."""
     is_plain = type(held) in (Tensor, nn.Parameter) and held.layout == torch.strided
-    if held.dtype != torch.float32 or not is_plain or held.is_meta or not held.numel():
+    return is_plain and not held.is_meta and held.numel() > 0
+
+
+def constant_of(held: Tensor, decider: Decider, *, divides: bool = False) -> Value:
+    """Return the facts about a tensor of the program, from its numbers if they can be read."""
+    if held.dtype != torch.float32 or not is_readable(held):
         return known_value(held)
     if isinstance(held, nn.Parameter):
         return decider.parameter(float(held.detach().abs().max()))
@@ -93,6 +99,26 @@ def numbers_of(node: Node) -> list[float]:
     lists = [one for one in arguments if isinstance(one, list | tuple) and operation_of(node) == "constant"]
     found = [*arguments, *pytree.tree_leaves(lists)]
     return [one for one in found if isinstance(one, int | float) and not isinstance(one, bool)]
+
+
+def largest_in(node: Node, known: Mapping[Node, float]) -> float:
+    """Return how large the integers in a result may be; ``known`` has this for earlier values."""
+    operation, limit = operation_of(node) or "", _largest_of_dtype(node)
+    if native_name(node).startswith("arange"):
+        return max(map(abs, numbers_of(node))) if not node.all_input_nodes else limit
+    if operation in ("constant", "fill", "one_hot"):
+        return max(map(abs, numbers_of(node)), default=0) if "tensor" in native_name(node) else 0
+    inputs = [known.get(one, _largest_of_dtype(one)) for one in operands_of(node)]
+    return largest_integer(operation, inputs, limit)
+
+
+def _largest_of_dtype(node: Node) -> float:
+    example = node.meta.get("example_value")
+    if not isinstance(example, Tensor):
+        return 0  # a size
+    if is_floating(example):
+        return math.inf
+    return float(torch.iinfo(example.dtype).max) if is_integral(example) else 1
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -180,6 +206,8 @@ class Numbers:
 
     def specific(self, node: Node, operation: str) -> str:
         """Return the operation that a node is, considering its operands."""
+        if operation in ("matmul", "tensordot"):
+            return self._product(node, operation)
         if operation not in ("mul", "div", "dot"):
             return operation
         named = [node.kwargs[name] for name in ("input", "self", "other", "tensor", "tensor2") if name in node.kwargs]
@@ -187,6 +215,16 @@ class Numbers:
         first, second = (self._numbers[one] if isinstance(one, Node) else self._literals for one in operands[:2])
         found = self._numbering.specific("mul" if operation == "dot" else operation, first, second)
         return operation if found == "mul" else found
+
+    def _product(self, node: Node, operation: str) -> str:
+        product = product_of(node)
+        if product is None:
+            return operation
+        if len(product.operands) < 2:  # an einsum of one tensor
+            return "transpose" if product.terms == 1 else "sum"
+        numbers = map(self._numbers.__getitem__, product.operands)
+        found = self._numbering.product(numbers, product.terms, is_aligned=product.is_aligned)
+        return operation if found == "matmul" else found
 
 
 def _name(node: Node, operation: str) -> str:

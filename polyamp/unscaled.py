@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -133,6 +134,7 @@ class ScaledLosses:
     """The losses that one optimizer scaled: whether there are any, and the scale and the place of the last one."""
 
     _latest: Callable[[], ScaledLosses | None] = staticmethod(lambda: None)  # the one that scaled a loss last
+    _eager = 0  # losses that all optimizers scaled in eager code
 
     def __init__(self) -> None:
         self.finite: Any = None  # whether the last loss was finite; scalar bool
@@ -143,15 +145,24 @@ class ScaledLosses:
         self._claimed = next(_turns)  # when gradients came last
         self._open = 0  # traces that scaled a loss and made no step: compiled, they scale losses unseen
         self._opened: Any = None  # the last of them
+        self._uncounted = False  # whether losses may have been scaled that are not counted
+        self._before = ScaledLosses._eager
+        self._steps = Counter[int]()  # steps in eager code, of each variable
 
-    def note(self, place: Any, scale: Any, finite: Any) -> None:
-        """Record that a loss was scaled."""
-        self.note_by_hand(place)
+    def note(self, place: Any, scale: Any, finite: Any, *, is_traced: bool = False) -> None:
+        """Record that a loss was scaled; ``is_traced`` is whether what does it may run again without this call."""
+        self._note(place)
         self._place, self._scale, self.finite, self._scaled = place, scale, finite, self._noted
+        self._uncounted |= is_traced and place is None
+        ScaledLosses._eager += place is None
         ScaledLosses._latest = weakref.ref(self)
 
     def note_by_hand(self, place: Any) -> None:
         """Record that the scale was read, perhaps to multiply a loss by it."""
+        self._uncounted = True
+        self._note(place)
+
+    def _note(self, place: Any) -> None:
         self._noted = next(_turns)
         if place is not None and place is not self._opened:
             self._open, self._opened = self._open + 1, place
@@ -176,10 +187,19 @@ class ScaledLosses:
         others = place is None and (self._open > 0 or self._noted > self._scaled)
         return self._place is place and self._scaled > 0 and not others
 
-    def claim(self, place: Any, current: Any, is_scaled: bool | None = None) -> Any:
+    def _may_be_scaled(self, place: Any, variables: Iterable[Any]) -> bool:
+        """Return whether a scaled loss can have made these gradients: each one serves one step of a variable."""
+        if place is not None or self._open or self._uncounted:
+            return self._noted > 0
+        known = list(map(id, variables))
+        self._steps.update(known)
+        return self._noted > 0 and ScaledLosses._eager - self._before >= max([1, *(self._steps[one] for one in known)])
+
+    def claim(self, place: Any, current: Any, is_scaled: bool | None = None, variables: Iterable[Any] = ()) -> Any:
         """Return the scale of the gradients that an optimizer gets; ``current`` is that of the next loss.
 
         ``is_scaled`` is whether these are gradients of a loss times its scale; None if the adapter does not know.
+        ``variables`` are those that the gradients are for, if they are known.
         """
         before, self._claimed = self._claimed, next(_turns)
         if place is not None and place is self._opened:  # what it compiles takes the gradients of its losses itself
@@ -197,7 +217,7 @@ class ScaledLosses:
                     fix="scale a joint loss once for each optimizer, and take the gradients of the result for its own "
                     "variables",
                 )
-        elif not (self._noted if is_scaled is None else is_scaled):
+        elif not (self._may_be_scaled(place, variables) if is_scaled is None else is_scaled):
             warn_once(
                 "no loss was scaled, and the optimizer divides gradients by the loss scale: its updates are too small "
                 "by that factor. What to do: take the gradients of polyamp.scale_loss(loss, optimizer).",

@@ -378,7 +378,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
                 fix="do not call get_unscaled_gradients: apply_gradients unscales by itself, and max_grad_norm clips",
             )
         scaled = [None if is_own else grad for grad, is_own in zip(grads, own, strict=True)]
-        plain = scaled if is_unscaled else self.scaler.unscale(scaled)
+        plain = scaled if is_unscaled else self.scaler.unscale(scaled, variables)
         if self.max_grad_norm is not None:
             plain = divided(ops, plain, excess(summed(plain), self.max_grad_norm))
         return [grad if is_own else new for grad, new, is_own in zip(grads, plain, own, strict=True)]

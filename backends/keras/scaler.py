@@ -97,20 +97,23 @@ class LossScaler:
         is_one_of_several = (
             is_mapped(self.variables.dynamic_scale) or in_strategy()
         )  # states, as in pure functions on JAX
-        self.losses.note(place_of(scale), None if is_one_of_several else ops.copy(scale), finite)
+        is_traced = platform_of(tensor) is None
+        known = None if is_one_of_several else ops.copy(scale)
+        self.losses.note(place_of(scale), known, finite, is_traced=is_traced)
         return wide * ops.cast(ops.where(finite, scale, ops.full_like(scale, float("inf"))), wide.dtype)
 
     def note_by_hand(self) -> None:
         """Record that the scale was read, perhaps to multiply a loss by it."""
         self.losses.note_by_hand(place_of(value_of(self.variables.dynamic_scale)))
 
-    def unscale(self, grads: Sequence[Any]) -> list[Any]:
-        """Return gradients divided by the loss scale, in float32 or wider."""
+    def unscale(self, grads: Sequence[Any], variables: Sequence[Any] = ()) -> list[Any]:
+        """Return gradients of variables divided by the loss scale, in float32 or wider."""
         if not self.settings.check:
             return list(grads)
         scale = value_of(self.variables.dynamic_scale)
         if self.settings.scales:
-            scale = self.losses.claim(place_of(scale), scale, is_scaled(grads, self.variables.dynamic_scale))
+            known = is_scaled(grads, self.variables.dynamic_scale)
+            scale = self.losses.claim(place_of(scale), scale, known, variables)
         return divided(ops, grads, scale)
 
     @property

@@ -156,3 +156,58 @@ def test_gradients_that_were_unscaled_in_another_place_are_refused_once() -> Non
         apply_compiled(opt, weight, grad, lambda grad: grad)
     apply_compiled(opt, weight, ops.array([8.0]), lambda grad: grad)
     assert to_numpy(weight).tolist() == [-1.0]
+
+
+# Losses that nobody scaled, in eager code.
+
+
+def trained_by_fit() -> tuple[keras.Variable, LossScaledOptimizer]:
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.compile(LossScaledOptimizer(keras.optimizers.SGD(1.0), LossScale(init=8.0, interval=1)), "mse")
+    model.fit(np.ones((4, 1)), np.ones((4, 1)), batch_size=2, verbose=0)
+    return model.trainable_variables[0], model.optimizer
+
+
+def unscaled_step(opt: LossScaledOptimizer, weight: keras.Variable) -> None:
+    opt.apply([ops.ones(weight.shape)], [weight])
+
+
+def scaled_step(opt: LossScaledOptimizer, weight: keras.Variable) -> None:
+    opt.apply([ops.ones(weight.shape) * opt.scale_loss(ops.ones(()))], [weight])
+
+
+@pytest.fixture
+def _told_again() -> None:
+    polyamp.errors.forget_warnings()
+
+
+@pytest.mark.usefixtures("_told_again")
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("begin", [optimizer, trained_by_fit])
+def test_a_loss_that_nobody_scaled_is_told_whatever_was_scaled_before(begin: Any, steps: int) -> None:
+    weight, opt = begin()
+    for _ in range(steps):
+        scaled_step(opt, weight)
+    with pytest.warns(polyamp.PolyampWarning, match="no loss was scaled"):
+        unscaled_step(opt, weight)
+
+
+@pytest.mark.usefixtures("_told_again")
+def test_one_loss_serves_several_groups_and_several_losses_wait() -> None:
+    parts = [keras.Variable([0.0]), keras.Variable([0.0])]
+    opt = LossScaledOptimizer(keras.optimizers.SGD(1.0), LossScale(init=8.0))
+    opt.build(parts)
+    for _ in range(3):
+        grads = [ops.ones((1,)) * opt.scale_loss(ops.ones(())) for _ in parts]
+        for grad in grads:
+            for part in parts:
+                opt.apply([grad], [part])
+    assert [to_numpy(part).tolist() for part in parts] == [[-6.0], [-6.0]]
+
+
+@pytest.mark.usefixtures("_told_again")
+def test_an_optimizer_whose_scale_was_read_by_hand_may_have_scaled_any_loss() -> None:
+    weight, opt = optimizer()
+    scaled_step(opt, weight)
+    opt.scaler.note_by_hand()
+    unscaled_step(opt, weight)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.guards import LISTENERS, update_begins
@@ -338,6 +339,7 @@ class GradScaler(torch.amp.GradScaler):
         if optimizer not in self._stepped:
             report_hooks(gradients.parameters, scaler, clip="after scaler.unscale_(optimizer)")
         bad, overflowed = gradients.unscale(scaler.inverse(scaler.state.scale)), None
+        increment_version([param.grad for param in gradients.params])  # the kernel does not
         if has_peers():
             decision = scaler.decide(bad, None)
             bad, overflowed = decision.flag(bad.device), decision.overflowed

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from polyamp.backends.torch.kernels.control import both
 from polyamp.backends.torch.refusals import loss_not_scaled, mixed, mixed_by_hand, not_cleared
@@ -145,12 +146,16 @@ class Passes:
         self.count, self.seen = self.count + 1, self.seen + 1
         self._unmarked = (self.count, scaling)
 
-    def arriving(self) -> Pass | None:
-        """Note that the caller's pass reached a parameter, and return it; None in that of a loss that nobody scaled."""
-        self.seen += 1
+    def current(self) -> Pass | None:
+        """Return the pass that the caller is in; None outside of passes, and in that of a loss that nobody scaled."""
         # Passes inside another pass, as in reentrant checkpointing, have a task of their own.
         found = self.running.get(running_task())
-        found = found if found is not None else next(iter(list(self.running.values())), None)
+        return found if found is not None else next(iter(list(self.running.values())), None)
+
+    def arriving(self) -> Pass | None:
+        """Note that the caller's pass reached a parameter, and return it; see `current`."""
+        self.seen += 1
+        found = self.current()
         if found is not None:
             found.entry.has_arrived = True
         return found
@@ -185,12 +190,19 @@ def _pass_begins(scaling: Scaling, grad: Tensor) -> None:
     begun = PASSES.running[task] = Pass(task, scaling if is_alike else None, entry, call)
     until_backward_ends(begun)
     reached = leaves.keys() & map(id, call.inputs) if call.inputs else leaves.keys()
-    for witness in list(_WITNESSES):
+    witnesses = list(_WITNESSES)
+    if scaling.scaler.multiplies and any(witness.is_new for witness in witnesses):
+        own = {id(param) for witness in witnesses for param in witness._parameters()}
+        OUTSIDE.watch(param for name, param in parts_of(call.roots, whole=True)[1].items() if name not in own)
+    for witness in witnesses:
         witness.prepare_for(begun, reached)
 
 
-def parts_of(roots: Sequence[Any]) -> tuple[list[Scaling], dict[int, Tensor]]:
-    """Return the scalings of the losses that a pass starts from, and the leaves that it reaches without one, by id."""
+def parts_of(roots: Sequence[Any], *, whole: bool = False) -> tuple[list[Scaling], dict[int, Tensor]]:
+    """Return the scalings of the losses that a pass starts from, and the leaves that it reaches without one, by id.
+
+    If ``whole``, return all leaves, and no scalings.
+    """
     waiting: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
     seen, scalings, leaves = set[Any](), list[Scaling](), dict[int, Tensor]()
     while waiting:
@@ -198,7 +210,7 @@ def parts_of(roots: Sequence[Any]) -> tuple[list[Scaling], dict[int, Tensor]]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if (scaling := node.metadata.get(_SCALED)) is not None:
+        if not whole and (scaling := node.metadata.get(_SCALED)) is not None:
             scalings.append(scaling)
         elif hasattr(node, "variable"):
             leaves[id(node.variable)] = node.variable
@@ -266,12 +278,49 @@ class ByHand:
         return self.is_written
 
 
+class Outside:
+    """Parameters of no wrapped optimizer that scaled losses reach, and which of their gradients are scaled."""
+
+    def __init__(self) -> None:
+        self._watched = WeakIdKeyDictionary()
+        self._scaled: dict[int, Gradient] = {}  # by the parameter's id
+        self._reached: list[Tensor] = []  # by the pass that runs
+
+    def watch(self, params: Iterable[Tensor]) -> None:
+        """Observe what adds to the gradients of parameters."""
+        for param in params:
+            if param not in self._watched:
+                self._watched[param] = param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+
+    def are_scaled(self, params: Iterable[Tensor]) -> bool:
+        """Return whether one of these gradients is still as the pass of a scaled loss has left it."""
+        found = (self._scaled.get(id(param)) for param in params) if self._scaled else ()
+        return any(one is not None and one.is_untouched() for one in found)
+
+    @not_traced
+    def _note(self, param: Tensor) -> None:
+        self._scaled.pop(id(param), None)
+        begun = PASSES.current()
+        if begun is not None and (begun.scaling is None or begun.scaling.scaler.multiplies):
+            if not self._reached:  # after other callbacks, as in `Pass`
+                until_backward_ends(partial(until_backward_ends, self._accept_writes))
+            self._reached.append(param)
+
+    def _accept_writes(self) -> None:
+        reached, self._reached = self._reached, []
+        self._scaled.update((id(param), Gradient.of(param)) for param in reached if param.grad is not None)
+
+
+OUTSIDE = Outside()
+
+
 class Witness:
     """What reached the gradients of one optimizer's parameters."""
 
     def __init__(self, owner: LossScaledOptimizer) -> None:
         self._owner = weakref.ref(owner)
         self._handles: dict[int, Any] = {}  # of the hooks, by the parameters' ids
+        self.is_new = True  # until the first step
         self._is_wide, self._stays_wide = True, False  # whether all parameters have the hook, and will keep it
         self._stepped_at = PASSES.seen
         _WITNESSES.add(self)
@@ -309,7 +358,7 @@ class Witness:
         if self._is_wide and not self._stays_wide and self._latest_gradient is not None:
             self._narrow()
         self.open()
-        self._stepped_at = PASSES.seen
+        self._stepped_at, self.is_new = PASSES.seen, False
         param = None if owner is None else owner.first_with_gradient()
         if param is not None:
             # masters leave the model's gradients multiplied as they were
@@ -345,6 +394,12 @@ class Witness:
         if scaling is None or scaling.factor == 1.0 or self.is_consumed or not scaling.scaler.multiplies:
             return False
         return self._first_with_gradient() is not None
+
+    @property
+    def latest_is_scaled(self) -> bool:
+        """Whether the latest gradient that a pass reached is scaled, and nobody has written to it since."""
+        latest = self._latest_gradient
+        return latest is not None and latest.is_untouched() and self.are_scaled
 
     @property
     def has_more(self) -> bool:

@@ -42,8 +42,8 @@ def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
     # Hooks can be added and removed publicly, but not listed.
     from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    return bool(_global_optimizer_pre_hooks) or any(not hasattr(hook, "is_polyamps") for hook in hooks)
+    hooks = [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
+    return any(not hasattr(hook, "is_polyamps") for hook in hooks)
 
 
 def gathers_16_bits(module: torch.nn.Module) -> bool:

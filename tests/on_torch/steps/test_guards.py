@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
-from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError
+from polyamp.errors import InvalidTypeError, InvalidValueError, UnsupportedError, UsageError
 from support.harness_torch import X, contents, linear, loss_of, skipping_on_device
 
 NOT_SCALED = "the loss of this step was not scaled"
@@ -480,3 +481,123 @@ def test_arguments_of_a_wrong_type_are_refused_and_change_nothing(call: Any, whe
     with pytest.raises((InvalidTypeError, InvalidValueError, UnsupportedError), match=where):
         call(opt)
     assert contents(opt) == before
+
+
+def two_layers(**options: Any) -> tuple[torch.nn.Module, torch.nn.Module, LossScaledOptimizer, torch.optim.Optimizer]:
+    """Two layers, of which the first has a wrapped optimizer and the second a plain one."""
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(first.parameters(), lr=0.1), **({"loss_scale": 1024.0} | options))
+    return first, second, opt, torch.optim.SGD(second.parameters(), lr=0.1)
+
+
+ONE = torch.ones(1, 2)
+
+
+def a_loss_of_both() -> None:
+    first, second, opt, plain = two_layers()
+    opt.backward(second(first(ONE)).sum())
+    opt.step()
+    plain.step()
+
+
+def another_one_of_the_same_parameters() -> None:
+    first, _, opt, _ = two_layers()
+    opt.backward(first(ONE).sum())
+    torch.optim.SGD(first.parameters(), lr=0.1).step()
+
+
+def a_loss_added_to_its_own() -> None:
+    first, second, opt, plain = two_layers()
+    for _ in range(2):
+        second(ONE).sum().backward()
+        opt.backward(second(first(ONE)).sum())
+        opt.step()
+        opt.zero_grad()
+        plain.step()
+
+
+def in_the_backward_pass() -> None:
+    first, second, opt, plain = two_layers()
+    second.weight.register_post_accumulate_grad_hook(lambda _: plain.step())
+    opt.backward(second(first(ONE)).sum())
+
+
+def a_wrapped_one_in_the_backward_pass() -> None:
+    first, _, opt, _ = two_layers()
+    first.weight.register_post_accumulate_grad_hook(lambda _: opt.inner.step())
+    opt.backward(first(ONE).sum())
+    opt.backward(first(ONE).sum())
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (a_loss_of_both, "not wrapped(.|\n)*wrap all optimizers of the loss together"),
+        (another_one_of_the_same_parameters, "not wrapped"),
+        (a_loss_added_to_its_own, "not wrapped"),
+        (in_the_backward_pass, "inside the backward pass"),
+        (a_wrapped_one_in_the_backward_pass, "inside the backward pass"),
+    ],
+)
+def test_plain_optimizers_do_not_step_on_scaled_gradients(program: Callable[[], None], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        program()
+
+
+def unscaled_by_the_wrapped_one() -> None:
+    first, _, opt, _ = two_layers()
+    opt.backward(first(ONE).sum())
+    opt.unscale_()
+    torch.optim.SGD(first.parameters(), lr=0.1).step()
+
+
+def divided_by_hand() -> None:
+    first, second, opt, plain = two_layers()
+    opt.backward(second(first(ONE)).sum())
+    for param in second.parameters():
+        param.grad /= opt.loss_scale
+    opt.step()
+    plain.step()
+
+
+def cleared_and_made_anew() -> None:
+    """As a discriminator's, to which the generator's loss adds."""
+    first, second, opt, plain = two_layers()
+    for set_to_none in (True, False):
+        opt.zero_grad()
+        opt.backward(second(first(ONE)).sum())
+        opt.step()
+        plain.zero_grad(set_to_none)
+        second(first(ONE).detach()).sum().backward()
+        plain.step()
+
+
+def without_a_scale() -> None:
+    first, second, opt, plain = two_layers(loss_scale=LossScale.skip_nonfinite())
+    opt.backward(second(first(ONE)).sum())
+    plain.step()
+
+
+def of_a_scaler() -> None:
+    first, _, opt, _ = two_layers()
+    plain, scaler = torch.optim.SGD(first.parameters(), lr=0.1), GradScaler("cpu", init_scale=64.0)
+    scaler.scale(first(ONE).sum()).backward()
+    scaler.step(plain)
+    assert opt.loss_scale == 1024.0
+
+
+@pytest.mark.parametrize(
+    "program", [unscaled_by_the_wrapped_one, divided_by_hand, cleared_and_made_anew, without_a_scale, of_a_scaler]
+)
+def test_plain_optimizers_step_on_gradients_without_a_scale(program: Callable[[], None]) -> None:
+    program()
+
+
+def test_torch_has_no_hook_of_ours_without_wrapped_optimizers() -> None:
+    gc.collect()
+    before = len(_global_optimizer_pre_hooks)
+    wrapped = two_layers()
+    assert len(_global_optimizer_pre_hooks) == 1
+    del wrapped
+    gc.collect()
+    assert len(_global_optimizer_pre_hooks) == before

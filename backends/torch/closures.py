@@ -32,7 +32,12 @@ def step_with_closure(optimizer: LossScaledOptimizer, closure: Closure, scaled: 
     allowed, fix = "a function that computes the loss and returns it, or None", "give the function itself"
     check_callable(closure, where="step(closure)", allowed=allowed, fix=fix)
     if not evaluates_once(optimizer.inner):
-        return _step_reevaluating(optimizer, closure, scaled)
+        optimizer.is_decided = False
+        try:
+            return _step_reevaluating(optimizer, closure, scaled)
+        except Exception:
+            optimizer.tell_peers()
+            raise
     with torch.enable_grad():
         loss = closure()
     optimizer.make_step(scaled)
@@ -48,14 +53,12 @@ def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled:
     # This needs one copy of parameters and state.
     is_first = isinstance(optimizer.inner, torch.optim.LBFGS) or not _has_gradients(optimizer)
     first = _evaluate(optimizer, closure) if is_first else None
-    with optimizer.told_to_peers():
-        found = optimizer.scaling_of_gradients(scaled)
-        if found is None:
-            optimizer.close(optimizer.scaler, True, None)
-            return first
-        scaling = found
-        bad, _ = optimizer.prepare(scaling)
-    if bad:
+    found = optimizer.scaling_of_gradients(scaled)
+    if found is None:
+        optimizer.close(optimizer.scaler, True, None)
+        return first
+    scaling = found
+    if optimizer.prepare(scaling)[0]:
         optimizer.finish(False, scaling)
         return first
     before = _Snapshot(optimizer.inner)
@@ -70,10 +73,8 @@ def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled:
             optimizer.masters.update_model()
         _clear_as_masters(optimizer)
         loss = _evaluate(optimizer, closure)
-        with optimizer.told_to_peers():
-            scaling = optimizer.scaling_of_gradients(scaled) or scaling
-            bad, _ = optimizer.prepare(scaling)
-        if bad:
+        scaling = optimizer.scaling_of_gradients(scaled) or scaling
+        if optimizer.prepare(scaling)[0]:
             raise _Overflow
         return loss
 

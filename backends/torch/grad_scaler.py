@@ -339,7 +339,7 @@ class GradScaler(torch.amp.GradScaler):
         if optimizer not in self._stepped:
             report_hooks(gradients.parameters, scaler, clip="after scaler.unscale_(optimizer)")
         bad, overflowed = gradients.unscale(scaler.inverse(scaler.state.scale)), None
-        increment_version([param.grad for param in gradients.params])  # the kernel does not
+        increment_version([param.grad for param in gradients.params if param.grad is not None])  # the kernel does not
         if has_peers():
             decision = scaler.decide(bad, None)
             bad, overflowed = decision.flag(bad.device), decision.overflowed

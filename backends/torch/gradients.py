@@ -82,7 +82,12 @@ class Gradients:
         """Scale the gradients in place so that their global L2 norm is at most ``max_norm``."""
         # The 1e-6 in the divisor is that of ``torch.nn.utils.clip_grad_norm_``: the results are bitwise equal.
         with torch.no_grad():
-            buckets, norms = self._sorted(), self._norms_of(None)
+            buckets, norms = self._sorted(), list[Tensor]()
+            if self._norm_group is None and {*map(type, self.parameters)} <= {Tensor, Parameter}:
+                for bucket in buckets.values():
+                    norms += _norms(bucket)
+            else:
+                norms += self._norms_of(None)
             if self._norm_group is not None:
                 groups = dict.fromkeys(map(self._norm_group, self.parameters))  # in the same order on every rank
                 for group in filter(None, groups):
@@ -91,7 +96,7 @@ class Gradients:
                     norms.append(squares.sqrt().float()[0])
             if not norms:
                 return torch.zeros((), device=self.parameters[0].device)
-            if len(norms) > 1:
+            if len(buckets) > 1:
                 norms = [norm.to(norms[0].device) for norm in norms]
             total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
             factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -132,7 +137,10 @@ class Gradients:
         for kind, bucket in self._sorted().items():
             if kind[-1] is group:
                 layout = layout_of(bucket[0])
-                (whole if layout is None else parts.setdefault(layout, [])).extend(_norms(bucket))
+                if layout is None:
+                    whole += _norms(bucket)
+                else:
+                    parts.setdefault(layout, []).extend(_norms([local(grad) for grad in bucket]))
         for layout, norms in parts.items():
             total = self._sum_of_squares(norms)
             add_shards_(total, layout)
@@ -242,11 +250,9 @@ def _kind(grad: Any) -> tuple[Any, ...]:
 
 
 def _norms(bucket: Bucket) -> Sequence[Tensor]:
-    """Return the gradients' norms, of shards those of this rank; of sums that are not complete, one for all."""
+    """Return the gradients' norms; of distributed ones, sums that are not complete, one norm for all."""
     # The norm of 16-bit gradients can exceed float16's range although no gradient does.
     wide = torch.float32 if bucket[0].dtype in SIXTEEN_BIT else None
-    if layout_of(bucket[0]) is not None:
-        bucket = [local(grad) for grad in bucket]
     norms = torch._foreach_norm(bucket, 2.0, dtype=wide)
     if not hasattr(norms[0], "full_tensor"):
         return norms

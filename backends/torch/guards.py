@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from polyamp.backends.torch import provenance
+from polyamp.backends.torch import provenance, refusals
 from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.joining import check_join
 from polyamp.backends.torch.unstable import ask_before_clipping, ask_before_joining, leave_clipping
 from polyamp.errors import UsageError, warn_once
 from polyamp.policies import in_policy
@@ -78,28 +78,30 @@ def check_not_shared(optimizer: LossScaledOptimizer, scaling: Scaling, alive: It
 def guard(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:
     """Guard the inner optimizer's step and torch's clipping functions, for as long as an optimizer lives."""
     if torch.distributed.is_available():
-        ask_before_joining(lambda joinables: check_join(joinables, alive))
+        ask_before_joining(partial(_check_join, alive))
     if not (optimizer.scaler.multiplies or optimizer.masters is not None):
         return
-    if optimizer.scaler.multiplies:
-        OUTSIDE_STEP.register(alive)
-        weakref.finalize(optimizer, OUTSIDE_STEP.leave).atexit = False
+    STEP_GUARD.register(alive)
+    weakref.finalize(optimizer, STEP_GUARD.leave).atexit = False
     ask_before_clipping("optimizers", lambda params, limit, measured: _clipped(params, limit, alive, measured))
     weakref.finalize(optimizer, leave_clipping, "optimizers").atexit = False
-    inner = optimizer.inner
-    if hasattr(inner, "_optimizer_step_pre_hooks"):  # some that wrap others have not run torch's own set-up
-        handle = inner.register_step_pre_hook(InnerStep(optimizer))
-        weakref.finalize(optimizer, handle.remove).atexit = False
 
 
-class OutsideStep:
-    """A hook before the step of any optimizer, for those that nobody wrapped: they would use scaled gradients."""
+def _check_join(alive: Iterable[LossScaledOptimizer], joinables: Sequence[Any]) -> None:
+    from polyamp.backends.torch.joining import check_join  # other programs do not load it
+
+    check_join(joinables, alive)
+
+
+class StepGuard:
+    """A hook before the step of every optimizer: only wrapped optimizers may use gradients that are scaled."""
 
     is_polyamps = True  # see `has_step_pre_hooks`
 
     def __init__(self) -> None:
         self._alive: Iterable[LossScaledOptimizer] = ()
-        self._users, self._handle = 0, None
+        self._users = 0
+        self._handle: Any = None
 
     def register(self, alive: Iterable[LossScaledOptimizer]) -> None:
         """Be called from now on, until as many calls of `leave`."""
@@ -117,61 +119,26 @@ class OutsideStep:
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        wrapped = list(self._alive)
-        if any(one.is_stepping or one.inner is optimizer for one in wrapped):
-            return
-        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        owner, wrapped = None, list(self._alive)
+        for one in wrapped:
+            if one.is_stepping:
+                return
+            owner = one if one.inner is optimizer else owner
+        name = f"{type(optimizer).__name__}.step()"
         begun = provenance.PASSES.current()
         if begun is not None and (begun.scaling is None or begun.scaling.scaler.multiplies):
-            raise steps_in_backward(optimizer)
+            raise refusals.steps_in_backward(where=name)
+        if owner is not None:
+            if owner.witness.are_scaled:
+                raise refusals.inner_stepped(where=name)
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         own = {id(param) for one in wrapped if one.witness.latest_is_scaled for param in one.model_parameters()}
         if provenance.OUTSIDE.are_scaled(params) or any(id(param) in own for param in params):
-            raise UsageError(
-                "an optimizer that was not wrapped was stepped on gradients of a scaled loss",
-                where=f"{type(optimizer).__name__}.step()",
-                found="gradients multiplied by the loss scale",
-                allowed="steps of wrapped optimizers, which unscale and test them first",
-                fix="wrap all optimizers of the loss together, and step each: "
-                "first, second = polyamp.wrap_optimizer([first, second], policy)",
-            )
+            raise refusals.not_wrapped(where=name)
 
 
-OUTSIDE_STEP = OutsideStep()
-
-
-def steps_in_backward(optimizer: torch.optim.Optimizer) -> UsageError:
-    """Return the error for an optimizer that steps before it can be known whether all gradients are finite."""
-    return UsageError(
-        "an optimizer steps inside the backward pass of a scaled loss",
-        where=f"{type(optimizer).__name__}.step()",
-        found="gradients multiplied by the loss scale, of a pass that may still overflow",
-        allowed="a step after the backward pass",
-        fix="step after the backward pass, by the optimizer that polyamp.wrap_optimizer returned; an optimizer in the "
-        'backward pass needs no scale in bfloat16: polyamp.autocast("mixed_bfloat16"), loss.backward() and no wrapper',
-    )
-
-
-class InnerStep:
-    """A hook before the inner optimizer's step: only the wrapped optimizer may call it while gradients are scaled."""
-
-    is_polyamps = True  # see `has_step_pre_hooks`
-
-    def __init__(self, optimizer: LossScaledOptimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-
-    def __call__(self, *_: Any) -> None:
-        optimizer = self._optimizer()
-        if optimizer is None or optimizer.is_stepping or not optimizer.witness.are_scaled:
-            return
-        if provenance.PASSES.current() is not None:
-            raise steps_in_backward(optimizer.inner)
-        raise UsageError(
-            "the inner optimizer was stepped while its gradients are scaled",
-            where=f"{type(optimizer.inner).__name__}.step()",
-            found="gradients multiplied by the loss scale",
-            allowed="a step by the wrapped optimizer, which unscales and tests them first",
-            fix="call step() of the optimizer that polyamp.wrap_optimizer returned",
-        )
+STEP_GUARD = StepGuard()
 
 
 def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptimizer], measured: bool) -> list[Tensor]:

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +43,6 @@ from polyamp.backends.torch.guards import (
     report_policy,
     update_begins,
 )
-from polyamp.backends.torch.joining import JoinedRank
 from polyamp.backends.torch.masters import make_masters
 from polyamp.backends.torch.overflow import Overflow
 from polyamp.backends.torch.provenance import Scaling, Witness
@@ -158,7 +156,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.steps, self.regions_before, self.lacks_policy = 0, HERE.thread.count, False  # see `report_policy`
         self.lowers: bool | None = None
         self.findings = WindowFlags()  # of the gradients so far
-        self._is_decided = False  # whether the ranks have decided about this step
+        self.is_decided = False  # whether the ranks have decided about this step
         self._simple_for = (0, False)  # the number of parameters at the last `Gradients.are_simple`, and its result
         self._fused: FusedStep | None = None
         self.witness = Witness(self)
@@ -304,10 +302,13 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """
         if LISTENERS:
             update_begins()
-        with self.told_to_peers():
+        try:
             if self.witness.is_unscaled and not self.witness.has_more:
                 raise refusals.unscaled_already(where="unscale_()", fix="call it once after the last backward()")
             self._unscale_now(scaled)
+        except Exception:
+            self.tell_peers()
+            raise
 
     @not_traced
     def clip_grad_norm_(self, max_norm: float, *, scaled: bool | None = None) -> Tensor:
@@ -327,8 +328,11 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         refusals.check_norm(max_norm)
         if LISTENERS:
             update_begins()
-        with self.told_to_peers():
+        try:
             gradients = self._unscale_now(scaled)
+        except Exception:
+            self.tell_peers()
+            raise
         norm = gradients.clip(max_norm)
         self.witness.accept_writes()
         return norm
@@ -386,23 +390,25 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def make_step(self, scaled: bool | None = None) -> Any:
         """Make a step from the gradients that are there, in the order that the top of this file describes."""
-        self.is_stepping = True
+        self.is_stepping, self.is_decided = True, False
         try:
-            with self.told_to_peers():
-                for scaler in self.scaler.all():
-                    if scaler.has_late_reports:
-                        scaler.report_earlier_step(overflow.explanation(self), process_group=self.process_group)
-                scaling, operators = self.scaling_of_gradients(scaled), self._operators()  # 1.
-                if scaling is None:
-                    return self._step_without_gradients()
-                if operators is not None and operators.step(self, scaling):  # 2. to 6.
-                    return None
-                bad, gradients = self.prepare(scaling, operators)  # 2., 3., 4.
+            for scaler in self.scaler.all():
+                if not (scaler.late.copy is None and scaler.decisions.copy is None):
+                    scaler.report_earlier_step(overflow.explanation(self), process_group=self.process_group)
+            scaling, operators = self.scaling_of_gradients(scaled), self._operators()  # 1.
+            if scaling is None:
+                return self._step_without_gradients()
+            if operators is not None and operators.step(self, scaling):  # 2. to 6.
+                return None
+            bad, gradients = self.prepare(scaling, operators)  # 2., 3., 4.
             inner, on_device = self.inner, self.on_device
             result, finite = update_or_skip(inner, bad, gradients, on_device, has_stepped=self.has_stepped)  # 5.
             self.has_stepped = self.has_stepped or finite is True
             self.finish(finite, scaling)  # 6.
             return result
+        except Exception:
+            self.tell_peers()
+            raise
         finally:
             self.is_stepping = False
 
@@ -469,29 +475,22 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             if self.findings.flags or self.findings.losses:
                 bad = self.findings.worst(bad)
             self._note(bad, scaling)
-            bad = self.decide(bad, scaling)
+            if has_peers(self.process_group):
+                bad = self.decide(bad, scaling)
         if found is None and limit is not None:  # after the decision: ranks that refuse have no norm to add
             gradients.clip(limit, skipped=bad)
         return bad, gradients
 
     def decide(self, bad: Tensor, scaling: Scaling) -> Tensor:
         """Return whether to skip, by this rank's flag and those of the others: 1.0 or 0.0."""
-        if not has_peers(self.process_group):
-            return bad
-        self._is_decided = True
+        self.is_decided = True
         return self.findings.note_decision(scaling.scaler.decide(bad, self.process_group), bad.device)
 
-    @contextmanager
-    def told_to_peers(self) -> Iterator[None]:
-        """Let the other ranks refuse a step too that this one refuses: they would wait for it."""
-        self._is_decided = False
-        try:
-            yield
-        except Exception:
-            if self.checks and not self._is_decided and has_peers(self.process_group):
-                flag = torch.zeros((), device=next(self.model_parameters()).device)
-                self.scaler.decide(flag, self.process_group, refuses=True)
-            raise
+    def tell_peers(self) -> None:
+        """Let the other ranks refuse a step too that this one refuses, unless all have decided: they would wait."""
+        if self.checks and not self.is_decided and has_peers(self.process_group):
+            flag = torch.zeros((), device=next(self.model_parameters()).device)
+            self.scaler.decide(flag, self.process_group, refuses=True)
 
     def finish(self, finite: bool | Tensor, scaling: Scaling) -> None:
         """Round the masters into the model after an applied step, advance the loss scale, and report a skipped step."""
@@ -615,8 +614,10 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.scaler = other.scaler
         self.last_step = StepResult(self.scaler.state)
 
-    def join_hook(self, **kwargs: Any) -> JoinedRank:
+    def join_hook(self, **kwargs: Any) -> Any:
         """Return what a rank does that has no inputs left in ``torch.distributed.algorithms.Join([model, self])``."""
+        from polyamp.backends.torch.joining import JoinedRank  # other programs do not load it
+
         inner = getattr(self.inner, "join_hook", None)
         return JoinedRank(self, None if inner is None else inner(**kwargs))
 

@@ -148,14 +148,16 @@ class Passes:
 
     def current(self) -> Pass | None:
         """Return the pass that the caller is in; None outside of passes, and in that of a loss that nobody scaled."""
+        return self.arriving(is_observed=False)
+
+    def arriving(self, *, is_observed: bool = True) -> Pass | None:
+        """Note that the caller's pass reached a parameter, and return it; see `current`."""
         # Passes inside another pass, as in reentrant checkpointing, have a task of their own.
         found = self.running.get(running_task())
-        return found if found is not None else next(iter(list(self.running.values())), None)
-
-    def arriving(self) -> Pass | None:
-        """Note that the caller's pass reached a parameter, and return it; see `current`."""
+        found = found if found is not None else next(iter(list(self.running.values())), None)
+        if not is_observed:
+            return found
         self.seen += 1
-        found = self.current()
         if found is not None:
             found.entry.has_arrived = True
         return found
@@ -190,11 +192,10 @@ def _pass_begins(scaling: Scaling, grad: Tensor) -> None:
     begun = PASSES.running[task] = Pass(task, scaling if is_alike else None, entry, call)
     until_backward_ends(begun)
     reached = leaves.keys() & map(id, call.inputs) if call.inputs else leaves.keys()
-    witnesses = list(_WITNESSES)
-    if scaling.scaler.multiplies and any(witness.is_new for witness in witnesses):
-        own = {id(param) for witness in witnesses for param in witness._parameters()}
+    if _NEW and scaling.scaler.multiplies:
+        own = {id(param) for witness in list(_WITNESSES) for param in witness._parameters()}
         OUTSIDE.watch(param for name, param in parts_of(call.roots, whole=True)[1].items() if name not in own)
-    for witness in witnesses:
+    for witness in list(_WITNESSES):
         witness.prepare_for(begun, reached)
 
 
@@ -320,10 +321,10 @@ class Witness:
     def __init__(self, owner: LossScaledOptimizer) -> None:
         self._owner = weakref.ref(owner)
         self._handles: dict[int, Any] = {}  # of the hooks, by the parameters' ids
-        self.is_new = True  # until the first step
         self._is_wide, self._stays_wide = True, False  # whether all parameters have the hook, and will keep it
         self._stepped_at = PASSES.seen
         _WITNESSES.add(self)
+        _NEW.add(self)
         weakref.finalize(self, _remove, self._handles).atexit = False
         self.open()
         self._refuse_what_is_there()  # of passes before there was a hook
@@ -358,7 +359,8 @@ class Witness:
         if self._is_wide and not self._stays_wide and self._latest_gradient is not None:
             self._narrow()
         self.open()
-        self._stepped_at, self.is_new = PASSES.seen, False
+        self._stepped_at = PASSES.seen
+        _NEW.discard(self)
         param = None if owner is None else owner.first_with_gradient()
         if param is not None:
             # masters leave the model's gradients multiplied as they were
@@ -737,6 +739,7 @@ class Witness:
 
 
 _WITNESSES: weakref.WeakSet[Witness] = weakref.WeakSet()
+_NEW: weakref.WeakSet[Witness] = weakref.WeakSet()  # whose optimizers have made no step yet
 
 
 def _are_filled(grads: list[Tensor]) -> bool | Tensor:

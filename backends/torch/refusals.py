@@ -179,3 +179,41 @@ def scaled_twice(inner: torch.optim.Optimizer, *, where: str = "GradScaler.step(
         fix="leave the scaler out: call the optimizer's own backward(loss) and step(); or give the plain optimizer to "
         "the scaler",
     )
+
+
+# --- steps of other optimizers ----------------------------------------------------------------------------------------
+
+
+def inner_stepped(*, where: str) -> UsageError:
+    """Return the error for a step of the optimizer inside a wrapped one."""
+    return UsageError(
+        "the inner optimizer was stepped while its gradients are scaled",
+        where=where,
+        found="gradients multiplied by the loss scale",
+        allowed="a step by the wrapped optimizer, which unscales and tests them first",
+        fix="call step() of the optimizer that polyamp.wrap_optimizer returned",
+    )
+
+
+def not_wrapped(*, where: str) -> UsageError:
+    """Return the error for a step of an optimizer that nobody wrapped, which a scaled loss has reached."""
+    return UsageError(
+        "an optimizer that was not wrapped was stepped on gradients of a scaled loss",
+        where=where,
+        found="gradients multiplied by the loss scale",
+        allowed="steps of wrapped optimizers, which unscale and test them first",
+        fix="wrap all optimizers of the loss together, and step each: "
+        "first, second = polyamp.wrap_optimizer([first, second], policy)",
+    )
+
+
+def steps_in_backward(*, where: str) -> UsageError:
+    """Return the error for a step before it can be known whether all gradients are finite."""
+    return UsageError(
+        "an optimizer was stepped inside the backward pass of a scaled loss",
+        where=where,
+        found="gradients multiplied by the loss scale, of a pass that may still overflow",
+        allowed="a step after the backward pass",
+        fix="step after the backward pass, by the optimizer that polyamp.wrap_optimizer returned; an optimizer in the "
+        'backward pass needs no scale in bfloat16: polyamp.autocast("mixed_bfloat16"), loss.backward() and no wrapper',
+    )

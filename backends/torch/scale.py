@@ -57,7 +57,7 @@ class LossScaler:
         self._has_new_loss = True  # whether another loss was scaled since
         self._factors = (0.0, torch.empty(0), torch.empty(0))  # a host scale; the scale and its inverse as tensors
         self.late = LateValues()  # what the device has to report
-        self._decisions, self._late_group = LateValues(), None  # what ranks have decided on a device, and which ranks
+        self.decisions, self._late_group = LateValues(), None  # what ranks have decided on a device, and which ranks
         self._control: Tensor | None = None  # a copy of the state that polyamp's operators change
 
     def __getstate__(self) -> dict[str, Any]:
@@ -175,7 +175,7 @@ class LossScaler:
                 self._check(decision)
         else:
             self._late_group = process_group
-            self._decisions.send(lambda: decision.words)
+            self.decisions.send(lambda: decision.words)
         return decision
 
     def _check(self, decision: Decision) -> None:
@@ -203,11 +203,6 @@ class LossScaler:
         known, device = self.loss_was_finite, finite.device
         number = constant(int(known is not False), torch.int32, device)
         return report_of(self.state, finite, known.to(device) if isinstance(known, Tensor) else number)
-
-    @property
-    def has_late_reports(self) -> bool:
-        """Whether something is on its way from the device."""
-        return not (self.late.copy is None and self._decisions.copy is None)
 
     @property
     def has_losses(self) -> bool:
@@ -274,7 +269,7 @@ class LossScaler:
 
     def report_earlier_step(self, explain: Callable[[], str], *, process_group: Any = False) -> None:
         """Report what has arrived from the device since the last step, before a step and without waiting."""
-        if (words := self._decisions.receive()) is not None:
+        if (words := self.decisions.receive()) is not None:
             self._check(Decision(torch.tensor(words), self._late_group))
         arrived = self.late.receive()
         if arrived is None:

@@ -32,12 +32,13 @@ def step_with_closure(optimizer: LossScaledOptimizer, closure: Closure, scaled: 
     allowed, fix = "a function that computes the loss and returns it, or None", "give the function itself"
     check_callable(closure, where="step(closure)", allowed=allowed, fix=fix)
     if not evaluates_once(optimizer.inner):
-        optimizer.is_decided = False
         try:
             return _step_reevaluating(optimizer, closure, scaled)
         except Exception:
             optimizer.tell_peers()
             raise
+        finally:
+            optimizer.is_decided = False
     with torch.enable_grad():
         loss = closure()
     optimizer.make_step(scaled)

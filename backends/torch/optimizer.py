@@ -390,7 +390,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def make_step(self, scaled: bool | None = None) -> Any:
         """Make a step from the gradients that are there, in the order that the top of this file describes."""
-        self.is_stepping, self.is_decided = True, False
+        self.is_stepping = True
         try:
             for scaler in self.scaler.all():
                 if not (scaler.late.copy is None and scaler.decisions.copy is None):
@@ -410,7 +410,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             self.tell_peers()
             raise
         finally:
-            self.is_stepping = False
+            self.is_stepping = self.is_decided = False
 
     def _step_without_gradients(self) -> Any:
         """Step as in plain PyTorch, which changes nothing. No loss was tested, so no loss scale advances."""

@@ -59,11 +59,12 @@ _REFUSALS = (
         f"rules={{'encoder.lstm': 'full'}}; choose mixed_bfloat16; {_REWRITE}",
     ),
     _Refusal(
-        rf"not implemented for '{_LOW}'|Low precision dtypes not supported|(float or double|Float or Double) .*but got",
+        rf"not implemented for '{_LOW}'|Low precision dtypes not supported|(float or double|Float or Double) .*but got"
+        rf"|{_LOW}.*of float, double, cfloat or cdouble types",
         "PyTorch has no kernel in 16 bits for this operation",
         "operations with a kernel in 16 bits, or float32",
-        "cast its input, as in x.float(), or keep the operation in float32, by the name that polyamp.explain shows, "
-        f"as in rules={{'leaky_relu': 'full'}}; {_REWRITE}",
+        "cast its input, as in x.float(), or keep the operation in float32 by its name in docs/operations.md, as in "
+        f"rules={{'svd': 'full'}} for torch.linalg.pinv; {_REWRITE}",
     ),
     _Refusal(
         rf"(?s)(?=.*{_LOW}).*((have|be) the same|same (d|scalar )?type|[eE]xpected scalar type|did not match)"

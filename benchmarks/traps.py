@@ -115,6 +115,8 @@ No rule for formats helps where the program itself needs more than 16 bits:
   differ by the roundings of the layer before.
 - Small steps in a Python loop, `y = y + 0.005 * f(y)`: each is lost beside `y`. `polyamp.lint` finds them; a loop of
   the framework (`scan`, `while`) carries `y` in float32.
+- Parameters beyond 65504 in JAX, under `jax.jit` and float16: their numbers are not known when they are cast. One that
+  only scales values is right; a bias or a factor of a product becomes inf. `polyamp.lint` reports them.
 - A constant array that the format can only round is rounded where a 16-bit value meets it. In bfloat16 a mask of -1e9
   becomes -998,244,352: what it hides stays hidden, but a result that shows the masked numbers themselves is off by
   0.2 % (`-1e9 * eye(n)` in a contrastive loss, in JAX and TensorFlow).

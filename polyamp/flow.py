@@ -43,9 +43,11 @@ ACCUMULATES = "a state that is written"
 # - ``statistic``: a strong value: a mean, or what was computed of statistics alone
 # - ``root``: a strong value: the root of a statistic, such as a norm or a standard deviation
 # - ``reciprocal root``: a strong value: one over such a root
-# - ``normalized``: a low value that is still held in float32, between a norm's mean and the end of its affine part
+# - ``normalized``: a low value that is still held in float32, between a norm's mean and the end of its affine part, or
+#   since it was scaled by an unseen parameter
 # - ``saturated``: a low value: a function that comes close to 0 or 1 and stays there, such as a sigmoid, or 1 minus it
 # - ``pointwise``: a low value: a cheap function of one low value, such as abs
+# - ``unseen``: a parameter whose numbers are not known, where the format's range is narrower than that of float32
 # - ``table``: a constant array without negative elements, such as the window of a filter
 # - ``weights``: what was computed of constants alone
 # - ``average``: a low value: a pool, a product with one of these two, or what was computed of such values alone
@@ -99,8 +101,13 @@ def largest_integer(operation: str, inputs: Sequence[float], limit: float) -> fl
     return min(limit, bound(inputs)) if bound and inputs else limit
 
 
-def parameter(largest: float, compute: str) -> Value:
-    """Return the facts about a parameter. Its numbers change in training, so only whether they are beyond counts."""
+def parameter(largest: float | None, compute: str) -> Value:
+    """Return the facts about a parameter; None: its numbers are not known.
+
+    They change in training, so only whether they are beyond the format counts.
+    """
+    if largest is None:
+        return Value(role="unseen") if _is_narrow(compute) else WEAK
     return constant([largest], compute) if largest > format_of(compute).max else WEAK
 
 
@@ -217,6 +224,8 @@ def flow(
     is_low = output.state == "low" and format_name == compute
     role = output.role or (_role(decision, inputs) if is_low else "")
     role = statistic(operation, inputs) if output.state == "strong" else role
+    if output.state == "weak" and not (role or unfit) and decision.op_class in ("follow", "neutral", "promote"):
+        role = "unseen" if any(value.role == "unseen" for value in inputs) else ""
     moves = decision.op_class in ("neutral", "promote") or operation == "mul"
     output = output._replace(unfit=unfit if moves and not role else "", role=role)
     anew = () if is_low else _anew(decision, inputs, reason, unfit)
@@ -237,6 +246,9 @@ def _by_class(decision: Decision, inputs: Sequence[Value], compute: str, gradien
     if op_class in ("follow", "neutral") and normalizes(operation, inputs, gradient):
         maker = next(value.maker for value in inputs if value.state == "low")
         return "float32", Value("low", maker, role="normalized"), "inside a norm"
+    if op_class == "follow" and _scales_by_unseen(operation, inputs):
+        maker = next(value.maker for value in inputs if value.state == "low")
+        return "float32", Value("low", maker, role="normalized"), "the numbers of a parameter are not known"
     if op_class == "lower":
         average = _average(operation, inputs) if by_table else None
         return average or (compute, Value("low", operation), decision.reason)
@@ -260,6 +272,14 @@ def _is_asked(operation: str, op_class: str, inputs: Sequence[Value], asked: str
     if asked == IN_DISTANCE:
         return op_class == "lower" or operation == "mul"
     return asked == READ_IN_FULL and operation == "mul" and all(value.state == "low" for value in inputs[:2])
+
+
+def _scales_by_unseen(operation: str, inputs: Sequence[Value]) -> bool:
+    """Return whether a low value is multiplied or divided by a parameter that the format may not hold."""
+    # What is scaled may be as large as the parameter, as in ``(y * deviation + mean) * 1e-6``, so it is not rounded
+    # before the end of such a chain.
+    states = sorted(value.state for value in inputs)
+    return operation in ("mul", "div") and states == ["low", "weak"] and any(one.role == "unseen" for one in inputs)
 
 
 def _averages(operation: str, inputs: Sequence[Value]) -> bool:
@@ -312,8 +332,16 @@ def _as_written(decision: Decision, inputs: Sequence[Value], foreign: Value | No
 def _overflows(operation: str, compute: str) -> bool:
     """Return whether an operation needs float32 only for its range, and the format has a narrower range."""
     entry = OPERATIONS.get(operation)
-    narrow = format_of(compute).exponent_bits < format_of("float32").exponent_bits
-    return narrow and entry is not None and entry.op_class == "follow" and entry.sources.get("range") == "full"
+    return (
+        _is_narrow(compute)
+        and entry is not None
+        and entry.op_class == "follow"
+        and entry.sources.get("range") == "full"
+    )
+
+
+def _is_narrow(compute: str) -> bool:
+    return format_of(compute).exponent_bits < format_of("float32").exponent_bits
 
 
 def _role(decision: Decision, inputs: Sequence[Value]) -> str:

@@ -304,7 +304,7 @@ class Decider:
         """Return the facts about integers that become floating values; see `polyamp.flow.integers`."""
         return integers(value, largest, self.compute)
 
-    def parameter(self, largest: float) -> Value:
+    def parameter(self, largest: float | None) -> Value:
         """Return the facts about a parameter in the policy's compute format; see `polyamp.flow.parameter`."""
         return parameter(largest, self.compute)
 

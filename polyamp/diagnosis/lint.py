@@ -396,7 +396,7 @@ CHECKS = {
     "beyond-format": Check(
         "error",
         _listed("beyond"),
-        "parameters have numbers beyond {compute}, in which they become inf",
+        "parameters have numbers beyond {compute}, in which they become inf unless they only scale values",
         "store them in other units, or give what reads them a rule of class full",
     ),
     "no-masters": Check(  # source: Micikevicius et al., section 3.1

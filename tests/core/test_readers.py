@@ -123,6 +123,23 @@ def test_of_a_parameter_only_its_range_counts() -> None:
     assert parameter(7e4, "bfloat16") == parameter(1e-9, "float16") == parameter(np.inf, "float16") == WEAK
 
 
+def test_what_is_scaled_by_a_parameter_that_is_not_seen_is_rounded_at_the_end_of_the_chain() -> None:
+    unseen = parameter(None, "float16")
+    assert parameter(None, "bfloat16") == WEAK != unseen
+    assert (
+        flow(decide((), "add"), [flow(decide((), "reshape"), [unseen], "float16").output, WEAK], "float16").output
+        == unseen
+    )
+    held = flow(decide((), "mul"), [LOW, unseen], "float16")
+    assert (held.format, held.output.state, held.rounds) == ("float32", "low", False)
+    for operation, operand in (("add", unseen), ("mul", WEAK), ("div", unseen)):
+        assert not flow(decide((), operation), [held.output, operand], "float16").rounds
+    assert flow(decide((), "add"), [held.output, LOW], "float16").format == "float16"
+    assert flow(decide((), "add"), [LOW, unseen], "float16").format == "float16"  # a bias
+    assert flow(decide((), "matmul"), [held.output, unseen], "float16").format == "float16"
+    assert flow(decide((), "sub"), [held.output, Value("input")], "float16").format == "float32"
+
+
 NAMES = st.sampled_from(["neg", "abs", "relu", "exp", "stop_gradient"])
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polyamp.backends.jax import unstable
-from polyamp.backends.jax.casting import dtype_of
+from polyamp.backends.jax.casting import dtype_of, is_traced
 from polyamp.backends.jax.graphs import writing
 from polyamp.backends.jax.graphs.capture import Program
 from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, around, declared_value
@@ -111,7 +111,10 @@ class Interpreter:
         self.values = Values(program.closed, self.repeats.is_repeated, program.are_parameters)
         self._parameters = program.parameters
         given = zip(arrays, jaxpr.invars, program.are_parameters, strict=True)
-        cells = [Cell.of(array, unstable.dtype_in(var), WEAK if own else INPUT) for array, var, own in given]
+        cells = [
+            Cell.of(array, unstable.dtype_in(var), self._parameter(array) if own else INPUT)
+            for array, var, own in given
+        ]
         outputs = self.run(program.closed, cells, "")
         return [_as_traced(cell, variable) for cell, variable in zip(outputs, jaxpr.outvars, strict=True)]
 
@@ -183,10 +186,17 @@ class Interpreter:
         pairs = zip(bind_wide(equation, cells, anew), map(unstable.dtype_in, equation.outvars), strict=True)
         return [unstable.converted(one, held) if declared == FLOAT32 != held else one for one, declared in pairs]
 
+    def _parameter(self, array: Any) -> Value:
+        """Return the facts about a parameter. Outside of jit its numbers are looked at."""
+        unknown = self.decider.parameter(None)
+        if unknown == WEAK or is_traced(array) or array.dtype != FLOAT32:
+            return unknown
+        return self.decider.parameter(float(jnp.abs(array).max(initial=0)))
+
     def _constant(self, variable: Any, array: Any) -> Cell:
         declared = unstable.dtype_in(variable)
         if isinstance(array, jax.core.Tracer):
-            return Cell.of(array, declared, WEAK if id(array) in self._parameters else INPUT)
+            return Cell.of(array, declared, self._parameter(array) if id(array) in self._parameters else INPUT)
         if declared != FLOAT32:
             return Cell.of(array, declared)
         return Cell.of(array, declared, self.decider.table(array, divides=self.values.asked_of(variable) == DIVIDES))

@@ -198,3 +198,54 @@ def test_probabilities_that_a_function_returns_are_not_rounded(policy: str) -> N
 def test_argnums_that_are_no_positions_are_refused() -> None:
     with pytest.raises(polyamp.PolyampError, match="argnums are not positions"):
         polyamp.backends.jax.autocast(added, BF16, argnums="w")  # type: ignore[arg-type]
+
+
+# --- parameters beyond the format's range -----------------------------------------------------------------------------
+
+LARGE = {"w": jnp.eye(8), "deviation": jnp.full(8, 1e5), "mean": jnp.full(8, 1e6)}
+SCALED: dict[str, Callable[[Any, Any], Any]] = {
+    "multiplied": lambda p, y: y * p["deviation"] * 1e-5,
+    "divided": lambda p, y: y / p["deviation"] * 1e5,
+    "broadcast": lambda p, y: y * jnp.broadcast_to(p["deviation"][None], y.shape) * 1e-5,
+    "denormalised": lambda p, y: (y * p["deviation"] + p["mean"]) * 1e-6,
+    "compared with a target": lambda p, y: ((y * p["deviation"] + p["mean"] - X * 1e6) ** 2).mean() * 1e-12,
+    "returned": lambda p, y: y * p["deviation"],
+}
+OUTSIDE_OF_JIT: dict[str, Callable[[Any, Any], Any]] = {
+    "added": lambda p, y: (y + p["mean"]) * 1e-6,
+    "clipped": lambda p, y: jax.nn.relu(y * p["deviation"]) * 1e-5,
+    "a factor of products": lambda p, y: y @ jnp.diag(p["deviation"]) * 1e-5,
+}
+
+
+@pytest.mark.parametrize("function", SCALED.values(), ids=list(SCALED))
+def test_a_parameter_beyond_the_format_may_scale_values_under_jit(function: Callable[[Any, Any], Any]) -> None:
+    def loss(p: Any, x: Any) -> Any:
+        found = function(p, x @ p["w"])
+        weights = jnp.cos(jnp.arange(found.size)).reshape(found.shape)
+        return (found * weights).sum() * 1e-3, found  # gradients of 16-bit values have a loss scale
+
+    exact = jax.value_and_grad(loss, has_aux=True)(LARGE, X)
+    found = jax.jit(jax.value_and_grad(polyamp.autocast(loss, F16), has_aux=True))(LARGE, X)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(exact), strict=True):
+        assert jnp.linalg.norm(ours - theirs) <= 4e-3 * jnp.linalg.norm(theirs)
+
+
+@pytest.mark.parametrize("function", (SCALED | OUTSIDE_OF_JIT).values(), ids=list(SCALED | OUTSIDE_OF_JIT))
+def test_parameters_are_looked_at_outside_of_jit(function: Callable[[Any, Any], Any]) -> None:
+    def whole(p: Any, x: Any) -> Any:
+        return function(p, x @ p["w"])
+
+    expected = whole(LARGE, X)
+    assert jnp.abs(polyamp.autocast(whole, F16)(LARGE, X) - expected).max() <= 2e-3 * jnp.abs(expected).max()
+
+
+def test_explain_and_lint_say_what_becomes_of_such_a_parameter() -> None:
+    def scaled(p: Any, x: Any) -> Any:
+        return (x @ p["w"]) * p["deviation"]
+
+    (op,) = (op for op in polyamp.explain(scaled, LARGE, X, policy=F16).operations if op.native == "mul")
+    assert (op.format, op.reason) == ("float32", "the numbers of a parameter are not known")
+    assert "unless they only scale values" in str(polyamp.lint(scaled, LARGE, X, policy=F16))
+    (op,) = (op for op in polyamp.explain(scaled, LARGE, X, policy=BF16).operations if op.native == "mul")
+    assert op.format == "bfloat16"

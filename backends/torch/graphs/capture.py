@@ -6,13 +6,13 @@ of `torch.export` lose these.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import io
 import os
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,13 @@ class Captured(NamedTuple):
 
 def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
     """Capture ``fn`` for these arguments; sizes stay symbolic unless its code depends on them."""
+    # Some operators, such as ``gather`` with ``out=``, refuse symbolic sizes as they do wrong arguments.
+    with contextlib.suppress(InvalidValueError), unstable.quietly():
+        return _captured(fn, args, kwargs, dynamic=True)
+    return _captured(fn, args, kwargs, dynamic=False)
+
+
+def _captured(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, dynamic: bool) -> Captured:
     leaves, in_spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     seen: dict[str, Any] = {}  # emptied at the end, since Dynamo keeps every backend forever
 
@@ -58,7 +65,7 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     def captured_call(*args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs)
 
-    compiled = torch.compile(captured_call, backend=backend, fullgraph=True, dynamic=True)
+    compiled = torch.compile(captured_call, backend=backend, fullgraph=True, dynamic=dynamic)
     copies = [copy_of(leaf) for leaf in leaves]
     args, kwargs = pytree.tree_unflatten(copies, in_spec)
     with unstable.capturing(captured_call.__code__, backend), refusals(), _assignments(root_of(fn)) as assigned:
@@ -84,7 +91,7 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return Captured(module, inputs, leaves, in_spec, results, out_spec, outputs, assigned)
 
 
-@contextmanager
+@contextlib.contextmanager
 def refusals() -> Iterator[None]:
     """Raise polyamp's errors for code and arguments that PyTorch refuses inside."""
     graph_breaks, failed = unstable.capture_errors()
@@ -123,7 +130,7 @@ def _headline(error: Exception) -> str:
     return cause[1] if cause else next(iter(lines), type(error).__name__)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _assignments(root: nn.Module) -> Iterator[dict[str, tuple[Any, Any]]]:
     """Undo assignments to the attributes of modules; return the old and the new value of each, by path."""
     saved = [

@@ -325,7 +325,7 @@ class Pass:
     def _make_possible(self, node: Node, decision: Decision, values: Sequence[Value]) -> Decision:
         """Change a decision where memory, the user's own dtypes or kernels do not allow it."""
         if self.aliases.keeps(node):
-            moved = next((value for value in values if value.state == "strong"), values[0])
+            moved = next((value for value in values if value.state == "strong"), next(iter(values), WEAK))
             return _as_written(decision, "its memory is changed in place elsewhere", moved)
         if decision.operation == "cast" and any(value.state == "low" for value in values):
             return decision._replace(output=Value("strong", "cast"))

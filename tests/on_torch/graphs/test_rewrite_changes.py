@@ -109,6 +109,13 @@ def sorted_into(x: Tensor) -> Any:
     return values @ W, values, indices
 
 
+def without_symbolic_sizes(x: Tensor) -> Any:
+    y, z, line = x @ W, torch.empty(4, 2), torch.empty(5)
+    torch.gather(y, 1, torch.arange(8).view(4, 2), out=z)
+    torch.linspace(0, 1, 5, out=line[:])
+    return z, y, line
+
+
 def methods(x: Tensor) -> Any:
     y = (x @ W).clone()
     view = y[0]
@@ -159,7 +166,7 @@ def out_of_an_input(x: Tensor) -> Any:
 PROGRAMS: list[Callable[[Tensor], Any]] = [
     *(masks, rows, scaled, chained, after_an_activation, residual, into_its_own_value, product_assigned, shifted),
     *(size_assigned, bits, two_results, sorted_into, methods, lists, out_of_python, checkpointed, views_of_views),
-    out_of_an_input,
+    *(out_of_an_input, without_symbolic_sizes),
 ]
 
 

@@ -100,6 +100,8 @@ class Steps(RuleBasedStateMachine):
         self.elsewhere: set[int] = set()  # optimizers whose own loss reached none of their parameters
         self.clippable: set[int] = set()  # those that no backward pass has begun for since
         self.hooked: set[str] = set()
+        self.looked: set[int] = set()  # optimizers for whose parameters `torch.autograd.grad` returned gradients
+        self.seen: set[int] = set()  # optimizers since whose last step there was a backward pass
         self.saved: dict[int, list[str]] = {}
         self.count = 0
         self.configs = [eval(scale) if scale else polyamp.policy(policy).loss_scale for scale in scales]
@@ -137,6 +139,7 @@ class Steps(RuleBasedStateMachine):
         """Run a line on both sides; return whether it ran. A backward pass that is refused may have left gradients."""
         self.lines.append(line)
         before = self._bits()
+        cleared = [self.model[name] for name in self._names(self.opts) if backward and self.model[name].is_clear()]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -157,6 +160,9 @@ class Steps(RuleBasedStateMachine):
         except Exception as error:
             error.add_note(self._program())
             raise
+        for opt in cleared:  # another window: what was found before may be forgotten
+            opt.may_skip |= opt.must_skip
+            opt.must_skip = False
         return True
 
     def _names(self, names: list[str]) -> set[str]:
@@ -205,6 +211,13 @@ class Steps(RuleBasedStateMachine):
         if loss.reached.isdisjoint(self.owned[place]):
             self.elsewhere.add(place)
 
+    def _found(self, place: int, loss: Loss, reached: set[str]) -> None:
+        """Note that the backward pass of a loss reached parameters: if the loss was not finite, their steps skip."""
+        self.seen |= {*range(len(self.opts))}
+        for opt, owned in zip(self.opts, self.owned, strict=True):
+            tests = self.model[opt].checks and self.model[self.opts[place]].checks
+            self.model[opt].must_skip |= loss.is_bad and tests and not reached.isdisjoint(owned)
+
     def _arrive(self, names: set[str], key: Key) -> None:
         """Note that gradients were added to."""
         self.clippable.clear()
@@ -240,7 +253,7 @@ class Steps(RuleBasedStateMachine):
 
     def _legal(self, place: int) -> bool:
         """Return whether a step must not be refused."""
-        return self._has_gradients(place) and self._is_plain(place)
+        return self._is_plain(place) if self._has_gradients(place) else place in self.seen
 
     def _forget(self, names: list[str]) -> None:
         for name in names:
@@ -255,6 +268,7 @@ class Steps(RuleBasedStateMachine):
 
     def _clear(self, place: int) -> None:
         self._forget(self.owned[place])
+        self.looked.discard(place)
         self.unscaled.discard(place)
 
     # --- backward passes ----------------------------------------------------------------------------------------------
@@ -292,6 +306,8 @@ class Steps(RuleBasedStateMachine):
         if self._run(lines[form], legal=legal, backward=True):
             self._scaled(place, loss)
             self._arrive(reached, key)
+            if form != "grad":
+                self._found(place, loss, reached)
 
     @precondition(lambda self: len(self.pending) < 4)
     @rule(which=WHICH, terms=TERMS, bad=BAD, loss_id=LOSS_IDS)
@@ -312,6 +328,7 @@ class Steps(RuleBasedStateMachine):
         if self._run(f"{name}.backward({again})", legal=self._may_arrive(loss.reached, key), backward=True):
             self._scaled(place, loss)
             self._arrive(loss.reached, key)
+            self._found(place, loss, loss.reached)
 
     @precondition(lambda self: len(self.pending) > 1)
     @rule(as_list=st.booleans())
@@ -325,6 +342,8 @@ class Steps(RuleBasedStateMachine):
             self._scaled(place, loss)
             self._scaled(other_place, other)
             self._arrive(reached, key if key == other_key else ODD)
+            self._found(place, loss, loss.reached)
+            self._found(other_place, other, other.reached)
 
     @rule(
         which=WHICH, terms=TERMS, others=TERMS,
@@ -362,6 +381,7 @@ class Steps(RuleBasedStateMachine):
             if self._run(f"{opt}.backward({loss.text})", legal=self._may_arrive(loss.reached, key), backward=True):
                 self._scaled(place, loss)
                 self._arrive(loss.reached, key)
+                self._found(place, loss, loss.reached)
                 self._step(place, f"{opt}.step()", legal=self._legal(place))
 
     @rule(which=WHICH, terms=TERMS)
@@ -373,6 +393,7 @@ class Steps(RuleBasedStateMachine):
             key = self._key(place, "")
             legal = self._may_arrive(loss.reached, key) and not loss.reached.isdisjoint(self.owned[place])
             self._arrive(loss.reached, key)
+            self.seen |= {*range(len(self.opts))}
             body = f"{opt}.zero_grad(); loss = {loss.text}; {opt}.backward(loss); return loss"
             self._run(f"def closure(): {body}")
             if not self._step(place, f"{opt}.step(closure)", legal=legal, backward=True):
@@ -398,6 +419,8 @@ class Steps(RuleBasedStateMachine):
             self.model[opt].may_skip = True  # if another optimizer's scale made them
         group = self.groups[place]
         exact = len(self.opts) == 1 and legal and keys == {self._key(place, "")}
+        model = self.model[opt]
+        tested = backward or self._has_gradients(place) or model.must_skip or model.may_skip or place in self.unscaled
         config: LossScale = self.configs[0 if self.groups == [0] * len(self.opts) else place]
         state = _scale_state(self.ours[opt])
         if not self._run(line, legal=legal, backward=backward):
@@ -413,10 +436,14 @@ class Steps(RuleBasedStateMachine):
         if exact and config.check:
             now = _scale_state(self.ours[opt])
             self._check(now == polyamp.advance(config, state, applied), f"the loss scale went from {state} to {now}")
+        if not tested and legal:
+            self._check(_scale_state(self.ours[opt]) == state, "a step without gradients advanced the loss scale")
         self._compare(place, applied)
         self.generations[group] += 1
         self.unscaled.discard(place)
         self.elsewhere.discard(place)
+        self.seen.discard(place)
+        self.looked.discard(place)
         for name in self.owned[place]:
             self.sources[name] = {ODD} if self.model[name].grad is not None else set()
         return True
@@ -461,10 +488,91 @@ class Steps(RuleBasedStateMachine):
         mixed = len(self.sources[name]) > 1
         if all(grad is not None for grad in grads) and not (mixed and "mul" in change):
             self._run(f"{held}.grad{change}")
+            self._touch(owner)
             self.sources[name] = self.sources[name] or {ODD}  # of one that was set to zeros, the gradient is new
             if "inf" in change:  # after clearing by hand both a step and a skip are right
                 for other, names in enumerate(self.owned):
                     self.model[self.opts[other]].may_skip |= name in names
+
+    @rule(which=WHICH, place=st.integers(0, 2), value=st.sampled_from(["0.0, 0.0, 0.0", "0.5, 0.5, 0.5"]))
+    def clean_a_gradient(self, which: int, place: int, value: str) -> None:
+        owner, opt = self._pick(which)
+        name = self.owned[owner][place % len(self.owned[owner])]
+        unscaled = owner in self.unscaled
+        held = f"trained({opt})[{place % len(self.owned[owner])}]" if unscaled else name
+        is_kept = unscaled or self.model[name].grad is None or bool(self.model[name].grad.isfinite().all())
+        if is_kept or value.startswith("0.0"):  # else it would be multiplied by another scale
+            self._run(f"{held}.grad is None or {held}.grad.nan_to_num_({value})")
+            self._touch(owner)
+
+    @rule(which=WHICH)
+    def clip_by_value(self, which: int) -> None:
+        place, opt = self._pick(which)
+        legal = place in self.unscaled & self.clippable and self._legal(place)
+        if self._has_gradients(place) and place in self.unscaled:
+            self._run(f"torch.nn.utils.clip_grad_value_(trained({opt}), 0.5)", legal=legal)
+
+    @rule(place=st.integers(0, 6), form=st.sampled_from(["{0}.grad.detach().clone()", "{0}.grad.clone()"]))
+    def replace_a_gradient(self, place: int, form: str) -> None:
+        name = self.names[place % len(self.names)]
+        if self.model[name].grad is not None and not any(name in self.owned[place] for place in self.unscaled):
+            self._run(f"{name}.grad = {form.format(name)}")
+            for owner, owned in enumerate(self.owned):
+                if name in owned:
+                    self._touch(owner)
+
+    def _touch(self, owner: int) -> None:
+        """Note a write to gradients, which may have added those that `torch.autograd.grad` returned before."""
+        for name in self.owned[owner] if owner in self.looked else ():
+            self.sources[name] |= {ODD} if self.sources[name] else set()
+
+    @rule(
+        which=WHICH, place=st.integers(0, 2), terms=TERMS, loss_id=LOSS_IDS, early=st.booleans(), masters=st.booleans(),
+        form=st.sampled_from(["", "{0}.grad = g", "{0}.grad += g", "{0}.grad = {0}.grad + g"]),
+    )  # fmt: skip
+    def add_by_hand(
+        self, which: int, place: int, terms: Any, loss_id: str, early: bool, masters: bool, form: str
+    ) -> None:
+        owner, opt = self._pick(which)
+        place %= len(self.owned[owner])
+        name, loss = self.owned[owner][place], self._loss(terms)
+        if (
+            loss is None
+            or name not in loss.reached
+            or not self._run(
+                f"g = torch.autograd.grad({opt}.scale({loss.text}{loss_id}), {name})[0].clone()", backward=True
+            )
+        ):
+            return
+        self._scaled(owner, loss)
+        self.seen |= {*range(len(self.opts))}
+        for other, owned in enumerate(self.owned):
+            if name in owned:
+                self.looked.add(other)
+        if early and form and self._legal(owner) and owner not in self.unscaled and self._run(f"{opt}.unscale_()"):
+            self.unscaled.add(owner)
+            self.clippable.add(owner)
+        held = f"trained({opt})[{place}]" if masters and owner in self.unscaled else name
+        if form and eval(f"{held}.grad is not None", self.ours) and self.model[name].grad is not None:
+            self._run(f"{form.format(held)}.to({held}.dtype)")
+            self.clippable.clear()
+            for owned in self.owned:
+                for one in owned if name in owned else ():
+                    self.sources[one] |= {ODD} if self.sources[one] or one == name else set()
+
+    @rule(which=WHICH, terms=TERMS)
+    def cache_representations(self, which: int, terms: Any) -> None:
+        place, opt = self._pick(which)
+        loss = self._loss(terms)
+        if loss is None or loss.reached - {*self.owned[place]}:
+            return
+        parts = [part for part in loss.parts if part.rpartition("(")[2][:-1] in loss.reached]
+        line = f"h = torch.ones((), requires_grad=True); {opt}.backward(h)"
+        line += "".join(f"; ({part}).backward(h.grad)" for part in parts)
+        if self._run(line, legal=False, backward=True):
+            self._arrive(loss.reached, ODD)
+            self.seen |= {*range(len(self.opts))}
+            self.elsewhere.add(place)
 
     # --- clearing -----------------------------------------------------------------------------------------------------
 
@@ -511,12 +619,18 @@ class Steps(RuleBasedStateMachine):
     def freeze(self, place: int, on: bool) -> None:
         self._run(f"{self.names[place % len(self.names)]}.requires_grad_({not on})")
 
-    @rule(place=st.integers(0, 6))
-    def hook(self, place: int) -> None:
+    @rule(
+        place=st.integers(0, 6),
+        form=st.sampled_from([
+            "{0}.register_hook(lambda grad: 2 * grad)",
+            "{0}.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])",
+        ]),
+    )  # fmt: skip
+    def hook(self, place: int, form: str) -> None:
         name = self.names[place % len(self.names)]
         if name not in self.hooked and self.model[name].requires_grad:
             self.hooked.add(name)
-            self._run(f"{name}.register_hook(lambda grad: 2 * grad)")
+            self._run(form.format(name))
 
     @precondition(lambda self: not any(self.names[-1] in names for names in self.owned))
     @rule(which=WHICH)
@@ -551,7 +665,11 @@ class Steps(RuleBasedStateMachine):
         everything = self._all([*self.names, *self.opts])
         self._run(f"{everything} = deepcopy(({everything}))")
         self._forget(self.names)  # a copied parameter has no gradient
-        self.pending, self.unscaled, self.hooked = {}, set(), set()
+        self.pending = {}
+        for some in (self.unscaled, self.hooked, self.looked, self.seen):
+            some.clear()
+        for name in self.opts:
+            self.model[name].must_skip = False
 
     @rule(which=WHICH, scale=st.sampled_from([1.0, 4.0, 32.0]))
     def set_the_scale(self, which: int, scale: float) -> None:

@@ -24,6 +24,7 @@ class PlainOptimizer:
     def __init__(self, inner: torch.optim.Optimizer, checks: bool, max_grad_norm: float | None) -> None:
         self.inner, self.checks, self.max_grad_norm = inner, checks, max_grad_norm
         self.applied = True
+        self.must_skip = False  # whether a test before the step found what is not finite, whatever was cleaned since
         self.may_skip = False  # whether a step from finite gradients may be skipped, since a loss before was not finite
         self.skips = False  # what polyamp did then
         for param in trained(inner):
@@ -53,9 +54,16 @@ class PlainOptimizer:
         return torch.autograd.grad(loss, inputs, create_graph=create_graph)
 
     def unscale_(self, *, scaled: bool | None = None) -> None:
-        pass
+        self.must_skip |= self.checks and not self.is_finite()
+
+    def is_finite(self) -> bool:
+        return all(bool(param.grad.isfinite().all()) for param in trained(self) if param.grad is not None)
+
+    def is_clear(self) -> bool:
+        return not any(param.grad is not None and bool(param.grad.any()) for param in trained(self))
 
     def clip_grad_norm_(self, limit: float) -> Tensor:
+        self.unscale_()
         grads = [param.grad for param in trained(self) if param.grad is not None]
         norm = nn.utils.get_total_norm(grads)
         if norm.isfinite() or not self.checks:
@@ -65,11 +73,10 @@ class PlainOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None, *, scaled: bool | None = None) -> Any:
         loss = None if closure is None else closure()
-        grads = [param.grad for param in trained(self) if param.grad is not None]
-        self.applied = not self.checks or all(bool(grad.isfinite().all()) for grad in grads)
+        self.applied = not self.checks or (self.is_finite() and not self.must_skip)
         if self.applied and self.may_skip:
             self.applied = not self.skips
-        self.may_skip = False
+        self.may_skip = self.must_skip = False
         if self.applied:
             if self.max_grad_norm is not None:
                 self.clip_grad_norm_(self.max_grad_norm)
@@ -78,6 +85,7 @@ class PlainOptimizer:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
+        self.may_skip = self.must_skip = False
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         for param in group["params"]:

@@ -43,6 +43,7 @@ class MasterWeights:
         self.masters: list[Tensor] = []
         self.models: dict[int, Tensor] = {}  # by the ids of their masters; a new one if there are more
         self._taken: list[Gradient | None] = []  # the model's gradients when the masters took them
+        self.are_clipped = False  # whether the masters' gradients were clipped since, in place of the model's
         for group in inner.param_groups:
             self.adopt(inner, group)
 
@@ -50,7 +51,8 @@ class MasterWeights:
         return {"model": self.model, "masters": self.masters}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        self.__dict__.update(saved, models=dict(zip(map(id, saved["masters"]), saved["model"], strict=True)), _taken=[])
+        models = dict(zip(map(id, saved["masters"]), saved["model"], strict=True))
+        self.__dict__.update(saved, models=models, _taken=[], are_clipped=False)
 
     @torch.no_grad()
     def adopt(self, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
@@ -81,15 +83,30 @@ class MasterWeights:
         for param, master in zip(self.model, self.masters, strict=True):
             master.grad = None if param.grad is None else next(wide)
         self._taken = [None if param.grad is None else Gradient.of(param) for param in self.model] if remember else []
+        self.are_clipped = False
+
+    @property
+    def have_taken(self) -> bool:
+        """Whether changes of the model's gradients after the masters took them can be seen."""
+        return bool(self._taken)
 
     @torch.no_grad()
     def look_again(self, inverse: Tensor) -> None:
         """Copy model gradients that changed since `take_gradients` to their masters, unscaled; clear cleared ones."""
-        for param, master, taken in zip(self.model, self.masters, self._taken, strict=False):
+        for place, (param, master, taken) in enumerate(zip(self.model, self.masters, self._taken, strict=False)):
             if param.grad is None:
                 master.grad = None
             elif taken is None or not taken.is_untouched():
                 master.grad = param.grad.float() * inverse.to(param.device)
+                self._taken[place] = Gradient.of(param)
+
+    def are_torn(self) -> bool:
+        """Return whether masters' gradients were clipped and then the model's were changed, other than cleared."""
+        pairs = zip(self.model, self._taken, strict=False) if self.are_clipped else ()
+        return any(
+            not (param.grad is None or taken is None or taken.is_untouched()) and bool(param.grad.any())
+            for param, taken in pairs
+        )
 
     @torch.no_grad()
     def give_back(self, scale: float | Tensor) -> None:
@@ -98,6 +115,7 @@ class MasterWeights:
             if master.grad is not None and param.grad is not None and taken is not None and taken.is_untouched():
                 param.grad.copy_(master.grad * (scale.to(param.device) if isinstance(scale, Tensor) else scale))
                 self._taken[place] = Gradient.of(param)
+        self.are_clipped = False
 
     def clear_gradients(self) -> None:
         """Clear the masters' own gradients."""

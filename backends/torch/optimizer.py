@@ -334,6 +334,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             self.tell_peers()
             raise
         norm = gradients.clip(max_norm)
+        if self.masters is not None:
+            self.masters.are_clipped = True
         self.witness.accept_writes()
         return norm
 
@@ -444,6 +446,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             return witness.scaling or Scaling(self.scaler, self.scaler.state.scale)
         if first.dtype in SIXTEEN_BIT and self.masters is None and self.masters_wanted is not False:
             raise refusals.converted_later(first.dtype)
+        if self.masters is not None and witness.model_scaling is not None and self.masters.are_torn():
+            raise refusals.torn()
         scaling = witness.scaling_of_gradients(self.scaler, declared=scaled)
         if len(ALIVE) > 1:
             check_not_shared(self, scaling, ALIVE)
@@ -479,6 +483,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
                 bad = self.decide(bad, scaling)
         if found is None and limit is not None:  # after the decision: ranks that refuse have no norm to add
             gradients.clip(limit, skipped=bad)
+            if self.masters is not None:
+                self.masters.are_clipped = True
         return bad, gradients
 
     def decide(self, bad: Tensor, scaling: Scaling) -> Tensor:
@@ -552,7 +558,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         if masters is not None:
             masters.follow()
             if not witness.is_unscaled:
-                masters.take_gradients(remember=remember)
+                masters.take_gradients(remember=remember or not self.checks)
             elif witness.model_scaling is not None:
                 masters.look_again(self.scaler.inverse(witness.model_scaling.factor))
         if self.norm_group is None:

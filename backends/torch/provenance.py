@@ -365,6 +365,10 @@ class Witness:
         if param is not None:
             # masters leave the model's gradients multiplied as they were
             self.scaling, self.from_last_step = model_scaling or scaling, Gradient.of(param)
+            masters = None if owner is None else owner.masters
+            if owner is not None and masters is not None and masters.have_taken and not owner.checks:
+                # nothing is refused, so the next step may use them again, with all that masters changed
+                self.model_scaling, self.scaling, self.is_unscaled, self._has_more = self.scaling, scaling, True, True
             if len(_WITNESSES) > 1:
                 self._share()
 
@@ -476,7 +480,8 @@ class Witness:
         if not all(map(found[0].is_like, found)):
             raise mixed()
         self.contributors = []
-        self._note_scaled_loss(reduce(Scaling.with_finite, found))
+        is_by_hand = any(one.is_written for one in self._by_hand)  # else the loss may have been for others
+        self._note_scaled_loss(reduce(Scaling.with_finite, found) if is_by_hand else found[0]._replace(finite=True))
         return found[0]
 
     def _unobserved_scalings(self) -> list[Scaling]:
@@ -570,6 +575,8 @@ class Witness:
         if owner is None:
             return
         if self.model_scaling is not None:
+            if owner.masters is not None and owner.masters.are_torn():
+                self._refuse_what_is_there(mixed=True)
             owner.give_back(self.model_scaling)
             self.scaling, self.model_scaling, self.is_unscaled = self.model_scaling, None, False
         if other.scaler not in self.contributors:

@@ -132,6 +132,17 @@ def mixed_by_hand() -> UsageError:
     )
 
 
+def torn() -> UsageError:
+    """Return the error for gradients of masters that were clipped, before those of the model were changed."""
+    return UsageError(
+        "the model's gradients were changed after those of its master weights were clipped",
+        where=_READS_GRADIENTS,
+        found="unscaled gradients that were clipped, and 16-bit ones of the model that were changed and not clipped",
+        allowed="changes of the model's gradients before they are clipped",
+        fix="change them before clipping, or change those of the parameters in opt.param_groups",
+    )
+
+
 def loss_not_scaled(*, partly: bool) -> UsageError:
     """Return the error for gradients of a loss that nobody scaled, or beside those of one that was."""
     how = "; one loss was scaled and another was not" if partly else ""

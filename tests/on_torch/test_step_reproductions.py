@@ -289,6 +289,60 @@ def changes_unscaled_gradients_and_differentiates_again(wrap: Any, p: Any) -> No
     opt.step()
 
 
+@right
+def clips_by_torch_after_it_changed_the_models_unscaled_gradients(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(4 * S(p))
+    opt.unscale_()
+    p.grad.mul_(0.5)  # of a master, the one that the model has
+    opt.clip_grad_norm_(1.0)
+    opt.step()
+
+
+@right_or_refused
+def clips_and_then_changes_the_models_own_gradients(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(4 * S(p))
+    opt.clip_grad_norm_(1.0)
+    p.grad.mul_(0.5)
+    opt.step()
+
+
+@right_or_refused
+def clips_and_changes_and_differentiates_again(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(4 * S(p))
+    opt.clip_grad_norm_(1.0)
+    p.grad.mul_(0.5)
+    opt.backward(S(p))
+    opt.step()
+
+
+@right
+def clips_and_then_clears_the_models_own_gradients(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(4 * S(p))
+    opt.clip_grad_norm_(1.0)
+    p.grad.zero_()
+    opt.step()
+
+
+@right
+def steps_again_on_what_it_clipped_without_checks(wrap: Any, p: Any) -> None:
+    for unscales in (False, True):
+        opt = wrap(sgd(p, momentum=0.5), loss_scale=LossScale.none(), max_grad_norm=None if unscales else 1.0)
+        opt.backward(4 * S(p))
+        if unscales:
+            opt.clip_grad_norm_(1.0)
+        opt.step()
+        opt.step()
+        opt.unscale_()
+        opt.backward(S(p))
+        opt.step()
+        opt.zero_grad()
+        train(opt, S(p))
+
+
 # --- tested when it is used -------------------------------------------------------------------------------------------
 
 

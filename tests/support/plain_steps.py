@@ -48,6 +48,7 @@ class PlainOptimizer:
         return loss if loss.isfinite().all() or not self.checks else loss * float("inf")
 
     def backward(self, loss: Tensor, loss_id: Hashable = None, **options: Any) -> None:
+        self.must_skip &= not self.is_clear()  # else this is another window
         self.scale(loss).backward(**options)
 
     def unscaled_grad(self, loss: Tensor, inputs: Any, create_graph: bool = True) -> tuple[Tensor, ...]:

@@ -64,7 +64,6 @@ SWAPPED = [(0, 1), (1, 0), (2, 3), (3, 2)]
 OWN_RULES: dict[str, Callable[..., Any]] = {
     **{name: getattr(jax.nn, name) for name in ("relu", "relu6", "softplus", "silu", "log_sigmoid")},
     "logaddexp": lambda y: jnp.logaddexp(y, 0.3),
-    "sinc": jnp.sinc,
     "xlog1py": lambda y: jax.scipy.special.xlog1py(y, jnp.abs(y)),
     "custom_root": root,
     "straight through": with_vjp(jnp.round, lambda x: None, lambda kept, g: g),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import polyamp
 from polyamp.backends.torch import autocast
@@ -123,3 +124,47 @@ def test_a_float16_region_and_an_optimizer_that_was_wrapped_without_a_policy_are
     with pytest.warns(polyamp.PolyampWarning, match="wrapped without a loss scale") as caught:
         step(unscaled, "mixed_float16")
     assert caught[0].filename == __file__
+
+
+def steps_of(policy: str, ahead: Any, by: str = "backward") -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    optimizer = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    run = ahead(model)
+    for _ in range(3):
+        loss = run(torch.ones(3, 4)).float().square().mean()
+        optimizer.backward(loss) if by == "backward" else optimizer.scale(loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("by", ["backward", "scale"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_an_optimizer_for_16_bits_that_never_meets_a_region_is_reported(policy: str, by: str) -> None:
+    def plain(model: torch.nn.Module) -> Any:
+        with torch.no_grad(), polyamp.autocast(policy):
+            model(torch.ones(3, 4))  # a validation before is no region of its losses
+        return model
+
+    with pytest.warns(polyamp.PolyampWarning, match="computed in float32 alone: nothing runs in 16 bits"):
+        steps_of(policy, plain, by)
+
+
+def in_native_autocast(model: torch.nn.Module) -> Any:
+    return torch.autocast("cpu", torch.float16)(model)
+
+
+def in_a_checkpoint(model: torch.nn.Module) -> Any:
+    def run(x: torch.Tensor) -> Any:
+        with polyamp.autocast("mixed_float16"):
+            return model(x)
+
+    return lambda x: checkpoint(run, x.clone().requires_grad_(), use_reentrant=True)
+
+
+def rewritten(model: torch.nn.Module) -> Any:
+    return polyamp.rewrite(model, torch.ones(3, 4), policy="mixed_float16")
+
+
+@pytest.mark.parametrize("ahead", [in_native_autocast, in_a_checkpoint, rewritten])
+def test_an_optimizer_whose_losses_have_16_bits_in_another_way_is_not_reported(ahead: Any) -> None:
+    steps_of("mixed_float16", ahead)

@@ -11,6 +11,7 @@ from torch.nn import functional
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 import polyamp
 
@@ -74,6 +75,29 @@ def test_what_writes_out_of_place_promotes(
             write(*given)
     assert (found.dtype, gradient.dtype) == (torch.float32, torch.float32)
     torch.testing.assert_close(found, write(*(one.float() for one in given)))
+
+
+RUNS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Tensor]]] = {
+    "compiled": lambda body: torch.compile(body, backend="eager", fullgraph=True),
+    "compiled by AOTAutograd": lambda body: torch.compile(body, backend="aot_eager", fullgraph=True),
+    "checkpointed": lambda body: lambda x: checkpoint(body, x, use_reentrant=False),
+    "in inference mode": torch.inference_mode(),
+}
+
+
+@both
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_regions_promote_however_code_runs(run: Callable[..., Callable[[Tensor], Tensor]], policy: str) -> None:
+    def body(x: Tensor) -> Tensor:
+        low = x @ x
+        return functional.layer_norm(torch.lerp(X.index_add(0, ROW, low), low, 0.5), (4,), low[0], low[1]).sum()
+
+    with polyamp.autocast(policy):
+        found, expected = run(body)(X.clone().requires_grad_()), body(X)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.detach(), expected)
+    if found.requires_grad:
+        found.backward()
 
 
 def test_products_with_vectors_run_in_the_compute_format_if_their_operands_differ_as_on_a_gpu() -> None:

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch import checkpoints, overflow, refusals, saving
-from polyamp.backends.torch.autocast.format_errors import raise_explained
 from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.closures import step_with_closure
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
@@ -254,6 +253,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         try:
             self.scale(loss, loss_id).backward(**options)
         except RuntimeError as error:
+            from polyamp.backends.torch.autocast.format_errors import raise_explained  # no step that runs needs it
+
             raise_explained(error)
             raise
 

@@ -11,7 +11,6 @@ import torch
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast import overrides, path_rules, regions, weights
-from polyamp.backends.torch.autocast.format_errors import raise_explained
 from polyamp.backends.torch.autocast.regions import (
     ACCELERATOR,
     DEVICE_TYPES,
@@ -91,7 +90,10 @@ class Entered(ContextDecorator):
             path_rules.HOOKS.__exit__()
             if error[0] is None:
                 path_rules.report_unused(frame.region)
-        raise_explained(error[1])
+        if error[1] is not None:
+            from polyamp.backends.torch.autocast.format_errors import raise_explained  # no region that runs needs it
+
+            raise_explained(error[1])
 
 
 def _native(device_type: str, compute: str) -> torch.autocast:

@@ -270,6 +270,8 @@ def _parts(
     if is_head and calls and not is_named and policy.output == "float32":
         is_head, outside = False, "float32"  # its code runs in 16 bits, and its outputs are cast
     op_class = choose(policy, operation, layer, path, is_head)
+    if raw and not is_called and op_class == "inner" and _is_light(layer, policy, choose, path):
+        op_class = "full"
     inside, casts = _inside(layer, operation, op_class, policy), True
     if path.count("/") == 1 and _is_named(policy, "", path):
         outside = ""  # the user decides what a model's own code receives, such as from its head
@@ -301,8 +303,10 @@ _FOLLOWING = ("follow", "neutral", "promote")
 
 def _is_light(layer: Any, policy: Policy, choose: Choose, path: str) -> bool:
     """Return whether a layer gains nothing from 16 bits: it, and what is inside, has neither products nor weights."""
-    op_class = choose(policy, operation_of(layer), layer, path, False)
-    if op_class not in _FOLLOWING or own_weights(layer):
+    operation = operation_of(layer)
+    op_class = choose(policy, operation, layer, path, False)
+    is_inner = op_class == "inner" and bool(operation) and not _is_named(policy, operation, path)
+    if own_weights(layer) or not (is_inner or op_class in _FOLLOWING):
         return op_class == "full"
     return all(_is_light(child, policy, choose, f"{path}/{child.name}") for child in children(layer))
 

@@ -100,6 +100,9 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
     "after other layers": lambda: functional(
         layers.Reshape((8, 1)), layers.Flatten(), layers.Dropout(0.5), layers.Lambda(lambda x: x - 4000)
     ),
+    "after a pool": lambda: functional(
+        layers.Reshape((8, 1)), layers.AveragePooling1D(2), layers.Rescaling(1.0, offset=-4000.0), layers.Flatten()
+    ),
     "operations": lambda: functional(keras.layers.Identity(), lambda x: x - 4000.0),
     "nested": lambda: functional(
         keras.Sequential([keras.Input((8,)), layers.Rescaling(1.0), layers.ReLU()]), Features()

@@ -24,6 +24,10 @@ READ_IN_FULL = "read by full work alone"
 """What `polyamp.readers.look` finds about a product that is computed inside the full work that reads it."""
 IN_DISTANCE = "subtracted from squares of its operands"
 """What it finds about the product in a squared distance that is written out."""
+READ_IN_NORMS = "read by full work and norms alone"
+"""What it finds about a sum with a constant: if the constant is large, a difference cancels it."""
+STEPS = "a small step of a value"
+"""What it finds about the sum of a value and a small multiple of another."""
 ACCUMULATES = "a state that is written"
 """What it finds about an accumulator, and what is between its old value and its new one."""
 
@@ -243,9 +247,10 @@ def _by_class(decision: Decision, inputs: Sequence[Value], compute: str, gradien
         return _strong(operation, asked)
     if by_table and _overflows(operation, compute):
         return _strong(operation, f"{operation} leaves the range of {compute}")
-    if op_class in ("follow", "neutral") and normalizes(operation, inputs, gradient):
+    cancels = by_table and _cancels(operation, op_class, inputs, asked)
+    if cancels or (op_class in ("follow", "neutral") and normalizes(operation, inputs, gradient)):
         maker = next(value.maker for value in inputs if value.state == "low")
-        return "float32", Value("low", maker, role="normalized"), "inside a norm"
+        return "float32", Value("low", maker, role="normalized"), asked if cancels else "inside a norm"
     if op_class == "follow" and _scales_by_unseen(operation, inputs):
         maker = next(value.maker for value in inputs if value.state == "low")
         return "float32", Value("low", maker, role="normalized"), "the numbers of a parameter are not known"
@@ -271,7 +276,17 @@ def _is_asked(operation: str, op_class: str, inputs: Sequence[Value], asked: str
         return op_class in ("follow", "neutral", "promote")
     if asked == IN_DISTANCE:
         return op_class == "lower" or operation == "mul"
-    return asked == READ_IN_FULL and operation == "mul" and all(value.state == "low" for value in inputs[:2])
+    of_lows = all(value.state == "low" for value in inputs[:2])
+    return of_lows and (asked == STEPS or (asked == READ_IN_FULL and operation == "mul"))
+
+
+def _cancels(operation: str, op_class: str, inputs: Sequence[Value], asked: str) -> bool:
+    """Return whether an operation adds a constant or parameter which differences of its results cancel."""
+    low = [value for value in inputs if value.state == "low"]
+    if not low or op_class not in ("follow", "neutral") or any(value.state not in ("low", "weak") for value in inputs):
+        return False
+    adds = operation in ("add", "sub") and len(low) == 1
+    return asked == READ_IN_NORMS and (adds or all(value.role == "normalized" for value in low))
 
 
 def _scales_by_unseen(operation: str, inputs: Sequence[Value]) -> bool:

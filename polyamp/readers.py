@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from polyamp.flow import ACCUMULATES, IN_DISTANCE, READ_IN_FULL
+from polyamp.flow import ACCUMULATES, IN_DISTANCE, READ_IN_FULL, READ_IN_NORMS, STEPS, Value, statistic
 
 DIVIDES = "a constant divisor"
 
@@ -26,6 +26,8 @@ _AFFINE = _MOVES | {"add", "sub", "mul", "div", "lerp", "addcmul"}
 _KEEPING = _AFFINE | {"clip", "maximum", "minimum", "scatter", "scatter_add", "concat", "stack"}
 _LINEAR = _AFFINE | {"avg_pool", "sum", "mean", "matmul", "conv", "einsum"}  # in one input, if the others are constants
 _LOGARITHMS = frozenset({"log", "log2", "log10", "reciprocal", "rsqrt"})
+_SMALL = 2.0**-5  # of a step: in bfloat16 it would lose half of its bits and more
+_LOW = Value("low")
 _PASSING = frozenset({"follow", "neutral", "promote"})
 
 
@@ -36,6 +38,13 @@ _ADDING = _MOVES | _JOINING | {"add", "sub"}
 _SUMMING = frozenset({*_SQUARES, "sum", "mean", "sqrt"})
 
 
+def factor(operation: str, numbers: Sequence[float]) -> float:
+    """Return the number by which an operation multiplies its operand, or 1; ``numbers`` are those of its operands."""
+    if len(numbers) != 1 or operation not in ("mul", "div", "lerp") or not numbers[0]:
+        return 1.0
+    return 1.0 / numbers[0] if operation == "div" else numbers[0]
+
+
 class Read(NamedTuple):
     """An operation, as the look at readers sees it."""
 
@@ -43,6 +52,7 @@ class Read(NamedTuple):
     op_class: str
     inputs: Sequence[Hashable]  # the floating values that it reads the numbers of, in order
     outputs: Sequence[Hashable]  # its floating results
+    factor: float = 1.0  # the number by which it multiplies an input
 
 
 def look(
@@ -65,6 +75,8 @@ def look(
     variable = [read._replace(inputs=[value for value in read.inputs if value not in constants]) for read in reads]
     found = dict.fromkeys(_divisors(reads, constants), DIVIDES)
     found |= dict.fromkeys(_read_in_full(variable, results), READ_IN_FULL)
+    found |= dict.fromkeys(_read_in_norms(variable, results), READ_IN_NORMS)
+    found |= dict.fromkeys(_steps(variable), STEPS)
     found |= dict.fromkeys(_in_distances(reads, constants, number), IN_DISTANCE)
     return found | dict.fromkeys(_accumulated(variable, written), ACCUMULATES)
 
@@ -83,17 +95,84 @@ def _divisors(reads: Sequence[Read], constants: Collection[Hashable]) -> set[Has
 
 def _read_in_full(reads: Sequence[Read], results: Collection[Hashable]) -> list[Hashable]:
     differences = _differences(reads)
-    wanted: dict[Hashable, bool] = dict.fromkeys(results, False)  # whether all readers so far are full work
-    for read in reversed(reads):
-        after = [wanted[value] for value in read.outputs if value in wanted]
-        is_full = read.op_class == "full" or read.operation == "sqrt" or not differences.isdisjoint(read.outputs)
-        if not is_full and not after and read.op_class in _PASSING:
-            continue  # nothing comes of it: a comparison, or a result that is not used
+
+    def wants(read: Read, after: int) -> int:
+        if read.op_class == "full" or read.operation == "sqrt" or not differences.isdisjoint(read.outputs):
+            return _YES
         passes = read.op_class in _PASSING or (len(read.inputs) == 1 and read.operation in _LINEAR)
-        wants = is_full or (passes and bool(after) and all(after))
+        return after if passes else _NO
+
+    return list(_wanted(reads, results, wants))
+
+
+def _read_in_norms(reads: Sequence[Read], results: Collection[Hashable]) -> list[Hashable]:
+    """Return the values that full work alone reads, at least once after a mean or an equal term was subtracted."""
+    means, products = _means(reads), {value for read in reads if _is_product(read) for value in read.outputs}
+
+    def wants(read: Read, after: int) -> int:
+        if read.operation == "sub" and (after or not means.isdisjoint(read.inputs)):
+            return _CANCELS
+        if read.op_class == "full":
+            return _YES
+        return after if len(read.inputs) == 1 and read.operation in _AFFINE else _NO
+
+    found = _wanted(reads, results, wants)
+    cancelled = [value for value, wanted in found.items() if wanted == _CANCELS and value not in products]
+    differences = [read.outputs for read in reads if read.operation == "sub" and set(read.inputs) <= set(cancelled)]
+    return [*cancelled, *(value for outputs in differences for value in outputs if value in found)]
+
+
+_NO, _YES, _CANCELS = range(3)
+
+
+def _is_product(read: Read) -> bool:
+    return read.operation == "mul" and len(read.inputs) == 2
+
+
+def _wanted(
+    reads: Sequence[Read], results: Collection[Hashable], wants: Callable[[Read, int], int]
+) -> dict[Hashable, int]:
+    """Return the values that all readers want, by the most that one wants.
+
+    Args:
+        reads: the operations.
+        results: the values that the graph returns, which nobody wants.
+        wants: returns what an operation wants of its inputs, by what is wanted of its outputs.
+    """
+    found: dict[Hashable, list[int]] = {value: [_NO] for value in results}  # what the readers so far want
+    for read in reversed(reads):
+        of_outputs = [min(found[value]) and max(found[value]) for value in read.outputs if value in found]
+        after = min(of_outputs, default=_NO)
+        wanted = wants(read, after)
+        if not wanted and not of_outputs and read.op_class in _PASSING:
+            continue  # nothing comes of it: a comparison, or a result that is not used
         for value in read.inputs:
-            wanted[value] = wanted.get(value, True) and wants
-    return [value for value, is_wanted in wanted.items() if is_wanted]
+            found.setdefault(value, []).append(wanted)
+    return {value: max(wanted) for value, wanted in found.items() if min(wanted)}
+
+
+def _means(reads: Sequence[Read]) -> set[Hashable]:
+    """Return the statistics that a norm subtracts."""
+    roles: dict[Hashable, str] = {}
+    for read in reads:
+        inputs = [Value("strong", role=roles[value]) if value in roles else _LOW for value in read.inputs]
+        roles |= dict.fromkeys(read.outputs if inputs else (), statistic(read.operation, inputs))
+    return {value for value, role in roles.items() if role not in ("", "sum")}
+
+
+def _steps(reads: Sequence[Read]) -> set[Hashable]:
+    """Return sums of a value and a small multiple of another, such as the steps of a solver."""
+    small: set[Hashable] = set()
+    found: set[Hashable] = set()
+    for read in reads:
+        shrinks = 0 < abs(read.factor) <= _SMALL
+        if read.operation in _AFFINE and (small.issuperset(read.inputs) or (shrinks and len(read.inputs) == 1)):
+            small.update(read.outputs)
+        elif read.operation in ("add", "sub", "lerp") and (shrinks or not small.isdisjoint(read.inputs)):
+            found.update(read.outputs)
+        elif read.operation in ("mul", "div", "tanh") and not small.isdisjoint(read.inputs[:1]):
+            small.update(read.outputs)
+    return found
 
 
 def _differences(reads: Sequence[Read]) -> set[Hashable]:
@@ -102,8 +181,7 @@ def _differences(reads: Sequence[Read]) -> set[Hashable]:
     differences: set[Hashable] = set()
     for read in reads:
         of_products = bool(read.inputs) and products.issuperset(read.inputs)
-        is_product = read.operation == "mul" and len(read.inputs) == 2
-        if is_product or (of_products and read.operation in _LINEAR):
+        if _is_product(read) or (of_products and read.operation in _LINEAR):
             products.update(read.outputs)
         is_difference = read.operation == "sub" and len(read.inputs) == 2 and of_products
         if is_difference or (read.op_class in _PASSING and not differences.isdisjoint(read.inputs)):

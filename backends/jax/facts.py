@@ -17,7 +17,7 @@ from polyamp.backends.jax.modules import as_pure
 from polyamp.backends.jax.operations import OPERATIONS
 from polyamp.backends.jax.optimizer import Step
 from polyamp.backends.jax.state import holds_state, is_of_optax, is_state, states_in
-from polyamp.diagnosis.lint import Arithmetic, ClassLoss, Facts, OptimizerState, Product, UserCast, small_steps
+from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.errors import UsageError
 from polyamp.flow import decide, parameter
 from polyamp.policies import Policy
@@ -41,7 +41,6 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         tuple(_products(equations, policy)),
         tuple(_losses(equations)),
         **scaling,
-        small_steps=tuple(small_steps(_arithmetic(equations))),
         beyond=tuple(_beyond(args[0] if args else (), policy)),
     )
 
@@ -106,15 +105,6 @@ def _losses(equations: list[Equation]) -> Iterator[ClassLoss]:
             (shape,) = terms.shapes
             classes = math.prod(shape[axis] for axis in total.own.params["axes"])
             yield ClassLoss(equation.path, classes, divisor or math.prod(shape) // classes)
-
-
-def _arithmetic(equations: list[Equation]) -> Iterator[Arithmetic]:
-    for equation in equations:
-        if equation.name in ("add", "sub", "mul") and not equation.is_backward:
-            constants = [atom.val for atom in equation.own.invars if not unstable.is_variable(atom)]
-            numbers = [float(one) for one in constants if np.size(one) == 1 and np.isrealobj(one)]
-            place = f"{equation.path} {unstable.source_line(equation.own)}".strip()
-            yield Arithmetic(equation.name, equation.sources, equation, numbers, place)
 
 
 def _divisor(equations: list[Equation]) -> int | None:

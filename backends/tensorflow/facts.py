@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.capture import concrete_of, walking
@@ -18,7 +17,7 @@ from polyamp.backends.tensorflow.graphs.program import decided_for
 from polyamp.backends.tensorflow.provenance import collected
 from polyamp.backends.tensorflow.recording.step import name_of, plain_function
 from polyamp.backends.tensorflow.scaler import SCALES, LossScaler
-from polyamp.diagnosis.lint import Arithmetic, ClassLoss, Facts, OptimizerState, Product, UserCast, small_steps
+from polyamp.diagnosis.lint import ClassLoss, Facts, OptimizerState, Product, UserCast
 from polyamp.policies import Policy
 
 _LOW = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16)}
@@ -43,7 +42,6 @@ def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy:
         casts=tuple(cast for one in seen for cast in _casts(one)),
         products=tuple(product for one in seen for product in _products(one)),
         losses=tuple(loss for one in seen for loss in _losses(one)),
-        small_steps=tuple(small_steps(one for each in seen for one in _arithmetic(each))),
         unscaled=tuple(misscaled.unscaled),
         clipped=tuple(misscaled.clipped),
     )
@@ -138,16 +136,6 @@ def _losses(seen: _ForwardNode) -> Iterator[ClassLoss]:
     if seen.decided.operation in ("cross_entropy", "log_softmax") and shape:
         rows = math.prod(shape[:-1]) if _is_averaged(seen.decisions.graph, seen.decided.node) else 1
         yield ClassLoss(seen.scope, shape[-1], rows)
-
-
-def _arithmetic(seen: _ForwardNode) -> Iterator[Arithmetic]:
-    node, graph = seen.decided.node, seen.decisions.graph
-    if seen.decided.operation in ("add", "sub", "mul"):
-        makers = [graph.maker[value] for value in node.inputs if value in graph.maker]
-        constants = [tf.make_ndarray(one.definition.attr["value"].tensor) for one in makers if one.op == "Const"]
-        numbers = [float(one) for one in constants if one.size == 1 and np.isrealobj(one)]
-        *inputs, output = ((id(graph), value) for value in (*node.inputs, node.outputs[0]))
-        yield Arithmetic(seen.decided.operation, inputs, output, numbers, seen.places.of(seen.scope, node.name))
 
 
 def _is_averaged(graph: Graph, node: Node) -> bool:

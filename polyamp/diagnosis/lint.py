@@ -92,7 +92,8 @@ class Facts:
     clipped: tuple[str, ...] = ()  # places where gradients are clipped while they are scaled
     divided: tuple[str, ...] = ()  # places where gradients are unscaled by hand before an update that unscales them
     mixed: tuple[str, ...] = ()  # places of updates that divide by another loss scale than that of the gradients
-    small_steps: tuple[str, ...] = ()  # places of long chains of ``y = y + 0.005 * f(y)`` that no loop carries
+    # places of long chains of ``y = y + 0.005 * f(y)``, where the flow rule, which finds them, does not decide
+    small_steps: tuple[str, ...] = ()
     beyond: tuple[str, ...] = ()  # names of float32 parameters that the compute format cannot hold, where no pass knows
 
 
@@ -411,8 +412,7 @@ CHECKS = {
         "warning",
         _listed("small_steps"),
         "many small steps are added to one value; in {compute} each is lost beside it",
-        "write the loop as one of the framework, which carries the value in float32, or give the additions "
-        "a rule of class full",
+        "rewrite the model, which adds them up in float32, or add to a float32 value",
     ),
     "foreign-cast": Check(
         "warning",

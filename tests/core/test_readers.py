@@ -5,7 +5,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from polyamp.flow import ACCUMULATES, IN_DISTANCE, READ_IN_FULL, Decision, Value, decide, flow, parameter, table
+from polyamp.flow import (
+    ACCUMULATES,
+    IN_DISTANCE,
+    READ_IN_FULL,
+    READ_IN_NORMS,
+    STEPS,
+    Decision,
+    Value,
+    decide,
+    flow,
+    parameter,
+    table,
+)
 from polyamp.numbering import Numbering, terms_of_einsum
 from polyamp.readers import DIVIDES, Read, look
 from polyamp.rules import parse_rules
@@ -71,6 +83,67 @@ def test_a_product_that_is_returned_is_not_held() -> None:
 def test_what_is_between_a_state_and_what_is_written_to_it_accumulates(program: tuple[str, ...], between: str) -> None:
     found = look(reads(*program), results=[], constants=["k"], written={"s": ["e"]})
     assert {value for value, reason in found.items() if reason == ACCUMULATES} == set(between.split())
+
+
+MEAN = ("m = mean y", "d = sub y m", "z = mul d g")
+VALUES = ("y = add a k", "u = mul y k", "v = add b k", "d = sub u v", "q = square d")
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        (("y = add a k", *MEAN), "y"),
+        (("y = add a b", *MEAN), "y"),  # only the flow rule knows which is a parameter
+        (("y = mul a b", *MEAN), ""),
+        (("y = add a k", "s = sum y", "d = sub y s", "z = mul d g"), ""),
+        (("y = add a k", "s = sum y", "t = mul s k", "d = sub y t", "z = mul d g"), "y"),
+        (("y = add a k", *MEAN, "n = add y z"), ""),  # a residual
+        (("y = add a k", "e = softmax y"), ""),
+        (VALUES, "y u v"),
+        ((*VALUES, "z = matmul v w"), "u y"),
+    ],
+)
+def test_a_sum_is_found_of_which_full_work_and_norms_alone_read_differences(
+    program: tuple[str, ...], found: str
+) -> None:
+    looked = look(reads(*program), results=[program[-1].split()[0]], constants=["k"], written={})
+    assert {value for value, reason in looked.items() if reason == READ_IN_NORMS}.intersection("yuv") == set(
+        found.split()
+    )
+
+
+def test_a_constant_that_cancels_is_added_in_float32_and_the_sum_stays_low() -> None:
+    held = LOW._replace(role="normalized")
+    for other in (WEAK, None):
+        inputs = (LOW, other) if other else (LOW,)
+        decision = by_table("add", *inputs, asked=READ_IN_NORMS)
+        assert (decision.format, decision.output) == ("float32", held)
+    for inputs in ((LOW, LOW), (LOW, held)):
+        assert by_table("add", *inputs, asked=READ_IN_NORMS) == by_table("add", *inputs)
+    for name, inputs in (("slice", (held,)), ("sub", (held, held))):
+        assert by_table(name, *inputs, asked=READ_IN_NORMS).output == held
+    assert by_table("slice", held).format == "float16"
+
+
+@pytest.mark.parametrize(
+    ("program", "factor", "found"),
+    [
+        (("h = mul f", "e = add y h"), 2.0**-5, "e"),
+        (("h = mul f", "n = neg h", "e = sub y n"), -0.005, "e"),
+        (("h = div f", "i = mul h g", "e = add y i"), 1 / 64, "e"),
+        (("e = lerp y f",), 0.01, "e"),
+        (("h = mul f", "e = add y h"), 0.1, ""),
+        (("h = mul f", "e = mul y h"), 0.005, ""),
+        (("h = mul f", "i = add h h"), 0.005, ""),
+        (("h = mul f", "i = exp h", "e = add y i"), 0.005, ""),
+    ],
+)
+def test_small_steps_are_found(program: tuple[str, ...], factor: float, found: str) -> None:
+    first, *others = reads(*program)
+    looked = look([first._replace(factor=factor), *others], results=[], constants=[], written={})
+    assert {value for value, reason in looked.items() if reason == STEPS} == set(found.split())
+    assert by_table("add", LOW, LOW, asked=STEPS).output == Value("strong", "add")
+    assert by_table("add", LOW, WEAK, asked=STEPS).format == "float16"
 
 
 def test_a_constant_is_a_divisor_also_behind_a_move() -> None:

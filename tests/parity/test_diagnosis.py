@@ -190,9 +190,12 @@ INTEGRATED = {"jax": (jnp.tanh, jnp.asarray), "torch": (torch.tanh, torch.tensor
 
 
 @pytest.mark.parametrize("framework", INTEGRATED)
-@pytest.mark.parametrize(("step", "codes"), [(0.005, ["small-steps"]), (0.5, [])])
-def test_small_steps_in_a_python_loop_are_found(framework: str, step: float, codes: list[str]) -> None:
+@pytest.mark.parametrize("step", [0.005, 0.5])
+def test_small_steps_in_a_python_loop_are_found_where_the_flow_rule_does_not_decide(
+    framework: str, step: float
+) -> None:
     tanh, array = INTEGRATED[framework]
+    codes = ["small-steps"] if framework == "torch" and step < 0.5 else []
 
     def integrated(w: Any, y: Any) -> Any:
         for _ in range(5):

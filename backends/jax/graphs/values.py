@@ -21,7 +21,7 @@ from polyamp.backends.jax.operations import canonical
 from polyamp.flow import largest_integer
 from polyamp.numbering import Numbering
 from polyamp.operations import OPERATIONS
-from polyamp.readers import Read, look
+from polyamp.readers import Read, factor, look
 
 _CALLS = frozenset({"jit", "closed_call", "remat2", "remat_opt", "custom_jvp_call", "custom_vjp_call"})
 _PASSING_ON = frozenset({"scan", "cond"})  # their programs take the last of their arguments and return all results
@@ -165,7 +165,8 @@ class Values:
         """Read the inputs of an equation that holds no program; return the numbers of its results."""
         operation, name = self.operation(equation), equation.primitive.name
         entry, shapes = OPERATIONS.get(operation), list(map(_shape, equation.outvars))
-        self._read(operation, "keep" if entry is None else entry.op_class, equation.invars, equation.outvars)
+        op_class = "keep" if entry is None else entry.op_class
+        self._read(operation, op_class, equation.invars, equation.outvars, _factor(operation, equation.invars))
         self._bound(equation, operation)
         if equation.effects or operation == "random" or not inputs:
             return [self.numbering.new(shape, is_constant=name == "iota") for shape in shapes]
@@ -190,9 +191,11 @@ class Values:
         inputs = [self.largest(one) for one in equation.invars if whole and not is_inexact(unstable.dtype_in(one))]
         self._largest.update({one: largest_integer(operation, inputs, self.largest(one)) for one in whole})
 
-    def _read(self, operation: str, op_class: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def _read(
+        self, operation: str, op_class: str, inputs: Sequence[Any], outputs: Sequence[Any], factor: float = 1.0
+    ) -> None:
         values = [atom if unstable.is_variable(atom) else _LITERAL for atom in _floating(inputs)]
-        self._reads.append(Read(operation, op_class, values, _floating(outputs)))
+        self._reads.append(Read(operation, op_class, values, _floating(outputs), factor))
 
     def _pass_on(self, atoms: Sequence[Any], to: Sequence[Any]) -> None:
         for atom, variable in zip(atoms, to, strict=False):
@@ -207,6 +210,12 @@ def is_integer(atom: Any) -> bool:
 
 def _shape(atom: Any) -> Any:
     return getattr(atom.aval, "shape", None)
+
+
+def _factor(operation: str, inputs: Sequence[Any]) -> float:
+    """Return the number by which an operation multiplies its operand."""
+    literals = [atom for atom in inputs if not unstable.is_variable(atom) and unstable.dtype_in(atom) == FLOAT32]
+    return factor(operation, [float(atom.val) for atom in literals])
 
 
 def _is_reshape(equation: Any) -> bool:

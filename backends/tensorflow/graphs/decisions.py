@@ -38,6 +38,7 @@ from polyamp.backends.tensorflow.graphs.values import (
     is_list,
     is_number,
     numbered,
+    numbers_in,
     reads_data,
     value_of_cast,
     value_of_integers,
@@ -54,7 +55,7 @@ from polyamp.flow import (
     Value,
 )
 from polyamp.operations import OPERATIONS as CLASSES
-from polyamp.readers import DIVIDES, Read, look
+from polyamp.readers import DIVIDES, Read, factor, look
 
 if TYPE_CHECKING:
     from polyamp.backends.tensorflow.graphs.program import Program
@@ -223,7 +224,7 @@ class Pass:
             made = zip(node.outputs, node.output_ports, strict=True)
             outputs = [value for value, port in made if port.dtype in FLOATING]
             if operation != "shape":
-                yield Read(operation, op_class, inputs, outputs)
+                yield Read(operation, op_class, inputs, outputs, factor(operation, numbers_in(self.graph, node)))
 
     def _decide(self, node: Node) -> TypedNode:
         if not (is_list(node) or node.op == "IdentityN" or node.called):

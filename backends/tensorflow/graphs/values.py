@@ -242,6 +242,14 @@ def _largest_in_array(array: Any) -> float:
     return float(np.abs(array.astype(float)).max()) if array.size > 1 else 0
 
 
+def numbers_in(graph: Graph, node: Node) -> list[float]:
+    """Return the floating numbers among a node's operands."""
+    makers = [graph.maker[value] for value in node.inputs if value in graph.maker]
+    tensors = [maker.definition.attr["value"].tensor for maker in makers if maker.op == "Const"]
+    scalars = [tensor for tensor in tensors if tensor.dtype == FLOAT32 and not tensor.tensor_shape.dim]
+    return [tf.make_ndarray(tensor).item() for tensor in scalars]
+
+
 def capture(dtype: int, tensor: Any, variable: Any, decider: Decider) -> Known:
     """Return the facts about a value that a function captured: a tensor, or the handle of a variable."""
     if variable is not None:

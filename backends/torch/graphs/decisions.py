@@ -42,6 +42,7 @@ from polyamp.backends.torch.graphs.values import (
     Numbers,
     constant_of,
     dtypes_of,
+    factor_of,
     fake_as,
     is_floating,
     is_integral,
@@ -199,7 +200,8 @@ class Pass:
         """Return an operation as the look at readers sees it; the bodies of calls are not followed."""
         decision = self._classes.get(node, _ITEM)
         used = [] if decision.operation in _MAKING else [one for one in operands_of(node) if self._floats(one)]
-        return Read(decision.operation, decision.op_class, used, [node] if self._floats(node) else [])
+        outputs = [node] if self._floats(node) else []
+        return Read(decision.operation, decision.op_class, used, outputs, factor_of(node, decision.operation))
 
     def _floats(self, node: Node) -> bool:
         return any(map(is_floating, tensors_of(self._declared(node))))

@@ -22,6 +22,7 @@ from polyamp.flow import INPUT, WEAK, Value, largest_integer
 from polyamp.numbering import Numbering
 from polyamp.operations import OPERATIONS
 from polyamp.plan import Decider
+from polyamp.readers import factor
 
 
 class Known(NamedTuple):
@@ -119,6 +120,12 @@ def _largest_of_dtype(node: Node) -> float:
     if is_floating(example):
         return math.inf
     return float(torch.iinfo(example.dtype).max) if is_integral(example) else 1
+
+
+def factor_of(node: Node, operation: str) -> float:
+    """Return the number by which an operation multiplies its operand, or the second of two."""
+    alpha = node.kwargs.get("alpha")
+    return float(alpha) if isinstance(alpha, int | float) else factor(operation, numbers_of(node))
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

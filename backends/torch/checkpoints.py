@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch import saving
+from polyamp.errors import warn_once
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
@@ -149,6 +150,23 @@ def _initial_states(optimizer: LossScaledOptimizer) -> dict[Tensor, Saved]:
             group.update(option)
         for param, gradient in zip(params, gradients, strict=True):
             param.grad = gradient
+
+
+def report_lost_state(optimizer: LossScaledOptimizer) -> None:
+    """Warn once if a state was loaded that has made steps, and has lost what the optimizer keeps of them."""
+    scale, inner = optimizer.scaler.state, optimizer.inner
+    if scale.steps <= scale.skipped or any(inner.state.values()) or hasattr(inner, "join_hook"):
+        return  # optimizers that take part in `Join` shard their state, and their steps wait for other ranks
+    made = _initial_states(optimizer).values()
+    if any(value is not None for state in made for value in state.values()):
+        warn_once(_LOST)
+
+
+_LOST = (
+    "the loaded state has made steps and has no moments, or whatever else the optimizer keeps: they start anew. "
+    "torch.distributed.checkpoint reads only entries that it is given, and a new optimizer's state_dict() has none: "
+    "use get_state_dict(model, optimizer) of torch.distributed.checkpoint.state_dict, and set_state_dict."
+)
 
 
 def _needs_closure(inner: torch.optim.Optimizer) -> bool:

@@ -727,6 +727,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """
         saving.load(self, checkpoints.read(self, state_dict) if checkpoints.is_checkpoint(state_dict) else state_dict)
         self.has_stepped = False
+        checkpoints.report_lost_state(self)
 
 
 ALIVE: weakref.WeakSet[LossScaledOptimizer] = weakref.WeakSet()

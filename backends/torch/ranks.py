@@ -6,6 +6,8 @@ an optimizer was wrapped; if it is not, nothing is communicated.
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from polyamp.backends.torch.unstable import flattened_shards, is_flattened
+from polyamp.errors import warn_once
 from polyamp.settings import LossScaleState
 
 SHOWN = 8  # ranks in a message
@@ -130,6 +133,22 @@ def _device_for(wanted: torch.device, process_group: Any = None) -> torch.device
     backends = torch.distributed.get_backend_config(process_group)  # such as "cpu:gloo,cuda:nccl"
     types = [part.split(":")[0] for part in backends.split(",")]
     return wanted if wanted.type in types else torch.device(types[0])
+
+
+def report_kept_errors(skipped_in_a_row: int) -> None:
+    """Warn once if PowerSGD, a communication hook of DDP, feeds inf or NaN of a skipped step back into later ones."""
+    hooks: Any = sys.modules.get("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
+    if hooks is None or skipped_in_a_row not in (2, 4, 8, 16) or not has_peers():  # looking takes tenths of a second
+        return
+    for state in [one for one in gc.get_objects() if type(one) is hooks.PowerSGDState]:
+        kept = [*state.error_dict.values(), *state.q_memory_dict.values()]
+        if not all(bool(values.isfinite().all()) for values in kept):
+            warn_once(
+                "PowerSGD keeps inf or NaN of a skipped step and adds it to later gradients, so all later steps are "
+                "skipped. After a skipped step call clear() of state.error_dict, state.p_memory_dict and "
+                "state.q_memory_dict; or make PowerSGDState(use_error_feedback=False, warm_start=False), or train in "
+                "bfloat16."
+            )
 
 
 def least_over_ranks(numbers: Sequence[float]) -> list[float]:

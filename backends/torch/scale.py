@@ -34,7 +34,7 @@ from polyamp.backends.torch.kernels.control import (
     unpack,
     where,
 )
-from polyamp.backends.torch.ranks import Decision, decide, has_peers
+from polyamp.backends.torch.ranks import Decision, decide, has_peers, report_kept_errors
 from polyamp.backends.torch.refusals import refused_elsewhere, unlike_scales
 from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, warn_once, wrong_type
 from polyamp.formats import in_single
@@ -265,6 +265,7 @@ class LossScaler:
     def report_step(self, explain: Callable[[], str] | None) -> None:
         """Report on a step that was skipped, from the numbers on the host."""
         if isinstance(self.state.scale, float) and self.state.skipped_in_a_row:
+            report_kept_errors(self.state.skipped_in_a_row)
             report_limits(self.settings, self.state, explain)
 
     def report_earlier_step(self, explain: Callable[[], str], *, process_group: Any = False) -> None:
@@ -277,6 +278,7 @@ class LossScaler:
         state, losses_were_finite = decode(arrived)
         if not losses_were_finite:
             self.report_loss("inf or NaN", process_group=process_group, where="scaling the loss of an earlier step")
+        report_kept_errors(state.skipped_in_a_row)
         report_limits(self.settings, state, explain)
 
     def _host_factors(self, scale: float) -> tuple[float, Tensor, Tensor]:

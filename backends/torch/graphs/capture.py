@@ -42,6 +42,15 @@ class Captured(NamedTuple):
 
 def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
     """Capture ``fn`` for these arguments; sizes stay symbolic unless its code depends on them."""
+    if isinstance(fn, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        kind = type(fn).__name__
+        raise UsageError(
+            f"{kind} cannot be captured as one graph, and the module inside can",
+            where="rewrite(module)",
+            found=kind,
+            allowed="the module inside",
+            fix=f"rewrite the module inside, and wrap the result: {kind}(polyamp.rewrite(module, policy=policy))",
+        )
     # Some operators, such as ``gather`` with ``out=``, refuse symbolic sizes as they do wrong arguments.
     with contextlib.suppress(InvalidValueError), unstable.quietly():
         return _captured(fn, args, kwargs, dynamic=True)

@@ -4,9 +4,11 @@ import contextlib
 import io
 import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -462,6 +464,74 @@ def test_shards_are_clipped_alike_where_one_rank_has_fewer_gradients(
     assert norm > 0.1
     for param, one in zip(params, whole.parameters(), strict=True):
         torch.testing.assert_close(param.full_tensor(), one)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_errors_that_powersgd_keeps_are_told_and_can_be_cleared() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.1)
+    model = DistributedDataParallel(torch.nn.Linear(16, 16))
+    model.register_comm_hook(state, powerSGD_hook)
+    opt = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), loss_scale=LossScale(init=64.0))
+    data = torch.ones(2, 16)
+    for step in range(5):
+        opt.zero_grad()
+        opt.backward(model(data).square().mean() * (1e38 if step == 3 and RANK else 1.0))
+        with pytest.warns(polyamp.PolyampWarning, match="clear") if step == 4 else contextlib.nullcontext():
+            opt.step()
+        assert bool(opt.last_step) == (step < 3)
+    for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+        kept.clear()
+    opt.zero_grad()
+    opt.backward(model(data).square().mean())
+    opt.step()
+    assert opt.last_step
+
+
+class Rows(torch.nn.Module):
+    """A model as in the tutorial of several GPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        linear, norm = torch.nn.Linear, torch.nn.LayerNorm
+        self.layers = torch.nn.Sequential(linear(3, 16), torch.nn.GELU(), norm(16), linear(16, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+TUTORIAL = Path(__file__).parents[3] / "docs/tutorials/several_gpus.md"
+
+
+@pytest.mark.parametrize("name", ["mixed_float16", "mixed_bfloat16"])
+def test_the_tutorials_lines_for_fsdp(name: str) -> None:
+    blocks = re.findall(r"```text\n(.*?)```", TUTORIAL.read_text(), re.DOTALL)
+    (lines,) = [block for block in blocks if "fully_shard" in block]
+    whole = Rows()
+    known: dict[str, Any] = {"policy": polyamp.policy(name), "model": Rows(), "polyamp": polyamp, "torch": torch}
+    exec(lines, known)
+    model, opt, plain = known["model"], known["opt"], torch.optim.AdamW(whole.parameters())
+    for _ in range(3):
+        opt.zero_grad()
+        with polyamp.autocast(name):
+            loss = loss_of(model)
+        opt.backward(loss)
+        opt.step()
+        assert opt.last_step
+        plain.zero_grad()
+        (whole(X).squeeze(1) - Y).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
+        plain.step()
+    for mine, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), other, rtol=0.05, atol=0.004)
+
+
+def test_rewrite_names_the_module_inside_ddp() -> None:
+    model = DistributedDataParallel(model_of(torch.float32))
+    with pytest.raises(polyamp.errors.UsageError, match="rewrite the module inside"):
+        polyamp.rewrite(model, X, policy="mixed_float16")
 
 
 def test_a_step_that_reevaluates_its_closure_is_taken_back_on_all_ranks() -> None:

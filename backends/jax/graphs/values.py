@@ -83,8 +83,8 @@ class Values:
         return self.numbering.product(map(self.number, equation.invars), contracted, is_aligned=is_aligned)
 
     def largest(self, atom: Any) -> float:
-        """Return how large the integers of an array may be; 0 for a number in the program, which is like a constant."""
-        if not unstable.is_variable(atom):
+        """Return how large the integers of an array may be; 0 for one number, which is like a constant."""
+        if not unstable.is_variable(atom) or _shape(atom) == ():
             return 0
         return self._largest.get(atom, float(np.iinfo(atom.aval.dtype).max) if is_integer(atom) else 1)
 

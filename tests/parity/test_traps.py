@@ -22,8 +22,12 @@ RESULT = json.loads((ROOT / "benchmarks" / "results" / "traps_cpu.json").read_te
 # These follow the flow rule. The last runs the programs in only one format, since it traces them again.
 BOTH_FORMATS = ("torch rewrite", "JAX autocast", "TensorFlow rewrite", "TensorFlow autocast")
 CASES = [(engine, low) for engine in BOTH_FORMATS for low in FORMATS] + [("JAX value_and_grad", "float16")]
-# Operation by operation, TensorFlow does not know that a window is a constant.
-LOST = {("similarity by a window", "TensorFlow autocast", "bfloat16")}
+# Operation by operation, TensorFlow does not know that a window is a constant. In a rewritten step the gradients of a
+# solver's steps add up in 16 bits.
+LOST = {
+    ("similarity by a window", "TensorFlow autocast", "bfloat16"),
+    ("steps of a solver", "TensorFlow rewrite", "bfloat16"),
+}
 # Nor does it know what becomes of a product, or which numbers were integers.
 _UNSEEN = ("angles by an outer product", "features of coordinates", "distances from squares")
 LOST |= {(name, "TensorFlow autocast", low) for name in _UNSEEN for low in FORMATS}

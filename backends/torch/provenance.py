@@ -63,8 +63,10 @@ class Scaling(NamedTuple):
     def is_like(self, other: Scaling) -> bool:
         """Return whether gradients of both can be added. Scales on a device must be the same tensor."""
         one, two = self.factor, other.factor
-        if one is two or (isinstance(one, float) and isinstance(two, float)):
-            return one is two or one == two
+        if one is two:
+            return True
+        if isinstance(one, float) and isinstance(two, float):
+            return one == two
         return not (self.scaler.multiplies or other.scaler.multiplies)  # both are 1
 
 

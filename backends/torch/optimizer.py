@@ -725,9 +725,11 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         Raises:
             StateError: it is another kind of state, incomplete, or of other parameters; nothing is changed.
         """
+        steps = self.scaler.state.steps
         saving.load(self, checkpoints.read(self, state_dict) if checkpoints.is_checkpoint(state_dict) else state_dict)
         self.has_stepped = False
-        checkpoints.report_lost_state(self)
+        if self.scaler.state.steps != steps:  # else a plain optimizer's state was joined to the scale that was here
+            checkpoints.report_lost_state(self)
 
 
 ALIVE: weakref.WeakSet[LossScaledOptimizer] = weakref.WeakSet()

@@ -72,7 +72,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "in scan": lambda w, x: lax.scan(lambda y, _: (wrong_vjp(w, y), None), x, None, length=3)[0],
     "in remat": lambda w, x: jax.checkpoint(wrong_vjp)(w, x),
     "in jit": lambda w, x: jax.jit(wrong_jvp)(w, x),
-    "under vmap": lambda w, x: jax.vmap(wrong_vjp, (None, 0))(w, x[:, None])[:, 0],
+    "under vmap": lambda w, x: jax.vmap(wrong_vjp, (None, 0))(w, jnp.stack([x, x], 1))[:, 0],
     "between": lambda w, x: jnp.tanh(wrong_jvp(w, wrong_vjp(w, x @ w))) @ w,
 }
 

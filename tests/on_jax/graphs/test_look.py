@@ -115,4 +115,5 @@ def test_full_work_reads_averages_unrounded(made: str, policy: str) -> None:
         return mean(y * y) - mean(y) ** 2
 
     x = (0.4 + 0.2 * np.random.default_rng(0).random((1, 8, 8, 1))).astype(jnp.bfloat16).astype(np.float32)
-    assert relative_error(polyamp.autocast(variance, policy)(jnp.ones((1, 1)), x), variance(jnp.ones((1, 1)), x)) < 1e-3
+    x, w = np.repeat(x, 2, axis=-1), jnp.full((2, 1), 0.5)  # of one channel the product would sum nothing
+    assert relative_error(polyamp.autocast(variance, policy)(w, x), variance(w, x)) < 1e-3

@@ -70,10 +70,10 @@ def test_policy_that_is_not_given_is_the_current_one_at_each_call() -> None:
 
     def fun(params: Any) -> jax.Array:
         seen.append(current_policy().compute)
-        return params["w"] @ params["w"]
+        return params["v"] @ params["w"]
 
     differentiated = value_and_grad(fun)
-    params = {"w": jnp.array([1.001])}
+    params = {name: jnp.array([1.001, 0.0]) for name in "vw"}
     with pytest.warns(polyamp.PolyampWarning, match="without a policy takes the current one, float32"):
         losses = [differentiated(STATE, params)[0]]
     with polyamp.policy("mixed_bfloat16"):

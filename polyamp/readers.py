@@ -1,11 +1,14 @@
 """A look at the readers of a graph's values, before the flow rule decides its operations.
 
-The flow rule goes forward, so it does not know what becomes of a value. Four patterns need that:
+The flow rule goes forward, so it does not know what becomes of a value. Six patterns need that:
 
 - A product of two low values that only full work reads, such as the sum in ``(a * b).sum()``, is computed inside that
   work, in float32. So are the products of a difference of products: it may be much smaller than they are.
 - A product that is subtracted from squares of its own operands, as in ``|a|^2 + |b|^2 - 2ab``, is in float32: the
   distance may be much smaller than all three.
+- A value from which a mean or an equal term is subtracted, and that full work alone reads, is held in float32: what is
+  left may be much smaller.
+- A sum of a value and a small multiple of another, such as a step of a solver, is in float32.
 - A constant by which something is divided has to be kept to its smallest element.
 - A state that is written, such as a moving average, is an accumulator: what is computed from its old value up to its
   new one is in float32. In 16 bits ``0.999 * state + 0.001 * y`` stands still.
@@ -29,7 +32,6 @@ _LOGARITHMS = frozenset({"log", "log2", "log10", "reciprocal", "rsqrt"})
 _SMALL = 2.0**-5  # of a step: in bfloat16 it would lose half of its bits and more
 _LOW = Value("low")
 _PASSING = frozenset({"follow", "neutral", "promote"})
-
 
 _PRODUCTS = frozenset({"matmul", "tensordot", "conv", "bilinear"})
 _SQUARES = frozenset({"square", "pow", "norm"})
@@ -234,14 +236,10 @@ def _in_distances(
 def _added(operation: str, inputs: Sequence[Hashable], terms: Mapping[Hashable, _Terms]) -> _Terms:
     """Return the terms of what an operation makes of its inputs, with their signs."""
     found: _Terms = {}
+    is_known = operation not in ("mul", "div", *_PRODUCTS)
     for place, value in enumerate(inputs):
-        factor = (
-            0
-            if operation in ("mul", "div", *_PRODUCTS)
-            else -1
-            if operation == "neg" or (operation == "sub" and place)
-            else 1
-        )
+        is_negative = operation == "neg" or (operation == "sub" and place)
+        factor = (-1 if is_negative else 1) if is_known else 0
         for one, sign in terms.get(value, {}).items():
             found[one] = factor * sign if found.get(one, factor * sign) == factor * sign else 0
     return found

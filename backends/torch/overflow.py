@@ -76,7 +76,7 @@ def describe(bad: Sequence[Overflow], loss_was_finite: bool | None = None, overf
     if loss_was_finite is False:
         return "; ".join(filter(None, [NONFINITE_LOSS, found]))
     verdict = "the loss was finite: the backward pass overflowed at this loss scale" if loss_was_finite else ""
-    return "; ".join(filter(None, [found or "not those that are there now", verdict]))
+    return "; ".join(filter(None, [found or "they have been changed since", verdict]))
 
 
 def _shown(bad: Sequence[Overflow]) -> str:

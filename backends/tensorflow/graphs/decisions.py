@@ -6,7 +6,9 @@ inputs in 16 bits and its output is low. Then `tf.exp`, whose class is ``full``,
 
 from __future__ import annotations
 
+import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +25,7 @@ from polyamp.backends.tensorflow.graphs.graph import (
     Port,
     Scopes,
     closes_loop,
+    closure,
     is_gradient,
     terms_of,
 )
@@ -63,6 +66,8 @@ if TYPE_CHECKING:
 _UPDATE = Value("strong", "the update")
 _SATURATED_GRADIENTS = ("SigmoidGrad", "TanhGrad")
 _PRODUCTS = ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3", "Einsum")
+_LOW_VALUE = "the value whose gradient it is"
+_MOVING = ("reshape", "transpose", "identity", "slice", "split", "where")
 _EXPANDED = "matrix_exponential"  # the scope of ``tf.linalg.expm``, whose coefficients go up to 6e16
 
 
@@ -121,6 +126,10 @@ class Pass:
             if self.is_divisor(name) and known.as_divisor is not None:
                 self.known[name] = known._replace(value=known.as_divisor)
         self._unrounded: set[str] = set()  # the values that some node takes computed anew
+        self._takers = defaultdict[str, list[Node]](list)
+        for node in graph.nodes if self.parts.backward else ():
+            for value in node.inputs:
+                self._takers[value].append(node)
         self.nodes: list[TypedNode] = []
         for node in graph.nodes:
             decided = self._decide(node)
@@ -354,13 +363,55 @@ class Pass:
             forward = self._product_before(node) if decision.op_class == "lower" else None
             outputs = node.outputs if forward is None else forward.outputs
             asked = next((self._looked[one] for one in outputs if one in self._looked), "")
+            is_low = is_backward and decision.reason == TABLE and self._is_gradient_of_low(node)
+            if is_low and sorted(value.state for value in inputs) == ["low", "strong"]:  # one is rounded already
+                inputs = (Value("low", _LOW_VALUE),)
             decision = self.program.flow(decision, inputs, gradient=is_backward, asked=asked)
+            if is_low and decision.output.state == "strong":  # more parts may cancel, so only their sum is rounded
+                return decision._replace(output=Value("low", _LOW_VALUE))
         compares = decision.operation == "compare" and is_gradient(node.name)  # as the derivative of a maximum does
         if (is_product or compares) and decision.output.state == "low" and node.inputs[0] in self._unrounded:
             return decision._replace(format="float32", reason="like its forward operation", anew=("saturated",))
         if is_backward and decision.format == "float32" and decision.output.state == "strong":
             return decision._replace(anew=(*decision.anew, "saturated"))  # like the operation that made the gradient
         return decision
+
+    def _is_gradient_of_low(self, node: Node) -> bool:
+        """Return whether a node adds the gradients of a low value."""
+        # The backward pass does not say which value a gradient belongs to. The kernel of an activation's or norm's
+        # gradient takes the value beside it. A product takes it beside an operand of a forward product, and this leads
+        # to the value.
+        if node.op != "AddN":
+            return False
+        readers = closure([node], functools.partial(self._readers, is_backward=True))
+        taken = [(one, value) for one in readers for value in one.inputs if not self._is_backward(value)]
+        pairs = {one for taker, value in taken if self._is_product(taker) for one in self._forward(value)}
+        made = closure(pairs, functools.partial(self._readers, is_backward=False))
+        results = [one.outputs[0] for one in made if one in pairs or OPERATIONS.get(one.op) == "add"]
+        kept = [value for one, value in taken if "Grad" in one.op and value not in self._unrounded]
+        found = [self.known[value].value for value in results or kept if value in self.known]
+        return any(value.state == "low" for value in found) and not any(
+            value.state == "strong" or value.role == "average" for value in found
+        )
+
+    def _readers(self, node: Node, *, is_backward: bool) -> list[Node]:
+        """Return the nodes that take a product or a sum of gradients, also after it was moved or masked."""
+        weak = [value for value in node.inputs if value in self.known and self.known[value].value.state == "weak"]
+        moves = OPERATIONS.get(node.op) in _MOVING or node.op in ("AddN", "BiasAdd") or (node.op == "Mul" and weak)
+        passes = moves or (not is_backward and self._is_product(node))
+        readers = [one for value in node.outputs for one in self._takers[value] if passes]
+        return [one for one in readers if (one.name in self.parts.backward) is is_backward]
+
+    def _forward(self, value: str) -> list[Node]:
+        """Return the products of the forward pass that take a value."""
+        return [one for one in self._takers[value] if one.name not in self.parts.backward and self._is_product(one)]
+
+    def _is_product(self, node: Node) -> bool:
+        return self.class_of(node, self._specific(node)).op_class == "lower"
+
+    def _is_backward(self, value: str) -> bool:
+        maker = self.graph.maker.get(value)
+        return maker is not None and maker.name in self.parts.backward
 
     def _without_kernel(self, node: Node, decision: Decision) -> TypedNode:
         missing = f"no {self.program.compute} kernel for {node.op} on {device_of(node)}"

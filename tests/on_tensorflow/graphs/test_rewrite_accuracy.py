@@ -171,3 +171,64 @@ def test_two_optimizers_with_a_gradient_through_the_first_gradient() -> None:
     weight.assign(normal(16, 16, seed=3))
     assert max(relative_error(*pair) for pair in zip(fast(x), expected, strict=True)) < 2.0**-5
     assert set(planned(fast.plan)) == {"bfloat16"}
+
+
+# The gradient of a low value is low, also where full work made it.
+
+IMAGES, KERNEL = normal(4, 6, 6, 8, seed=6), normal(3, 3, 8, 8, seed=7, scale=0.1)
+SQUARE, ROWS = normal(16, 16, seed=8, scale=0.2), normal(12, 16, seed=9)
+RESIDUAL: dict[str, tuple[Callable[..., Any], Any, Any]] = {
+    "plain": (lambda x, w: x + tf.nn.relu(x @ w) @ w, ROWS, SQUARE),
+    "relu after the sum": (lambda x, w: tf.nn.relu(x + tf.nn.relu(x @ w) @ w), ROWS, SQUARE),
+    "dropout": (lambda x, w: x + tf.nn.experimental.stateless_dropout(x @ w, 0.2, seed=(1, 2)), ROWS, SQUARE),
+    "reshaped": (lambda x, w: x + tf.reshape(tf.reshape(x, (6, 2, 16)) @ w, (12, 16)), ROWS, SQUARE),
+    "gates": (lambda x, w: x + tf.sigmoid(x @ w) * tf.tanh(x @ w), ROWS, SQUARE),
+    "convolutions": (lambda x, w: tf.nn.relu(x + tf.nn.conv2d(x, w, 1, "SAME")), IMAGES, KERNEL),
+    "pools": (
+        lambda x, w: x + tf.nn.max_pool2d(tf.nn.conv2d(x, w, 1, "SAME"), 3, 1, "SAME"),
+        IMAGES,
+        KERNEL,
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", RESIDUAL)
+def test_the_gradient_of_a_residual_stream_is_low(name: str, policy: str) -> None:
+    block, x, w = RESIDUAL[name]
+    first, weight = tf.Variable(w), tf.Variable(w)
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            y = x @ first if len(x.shape) == 2 else tf.nn.conv2d(x, first, 1, "SAME")
+            loss = tf.reduce_mean(tf.square(block(block(y, weight), weight)))
+        return tape.gradient(loss, [first, weight])
+
+    rewritten = rewrite(step, x, policy=policy)
+    sums = [op.format for op in rewritten.plan.operations if op.native == "AddN"]
+    # of each block's input; a product of batches ends its gradient in a sum, which is float32, and so is the first sum
+    # of three parts
+    assert sums.count(LOW[policy].name) >= 2 - (name in ("reshaped", "gates"))
+    for found, exact in zip(rewritten(x), tf.function(step)(x), strict=True):
+        assert relative_error(found, exact) < {FP16: 2.0**-7, BF16: 2.0**-4}[policy]
+
+
+FULL: dict[str, Callable[..., Any]] = {
+    "a stream that starts with data": lambda x, w: tf.reduce_mean(tf.square(x + tf.nn.relu(x + x @ w) @ w)),
+    "a parameter": lambda x, w: tf.reduce_mean(tf.square(x @ w)) + 0.1 * tf.reduce_sum(tf.square(w)),
+    "full work": lambda x, w: (lambda p: tf.reduce_mean(p @ w) + tf.reduce_sum(p * p))(tf.exp(x @ w)),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_the_gradient_of_a_float32_value_is_not(name: str) -> None:
+    """Also where a product takes the value: then a part of its gradient is low."""
+    weight = tf.Variable(SQUARE)
+
+    def step(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = FULL[name](x, weight)
+        return tape.gradient(loss, weight)
+
+    plan = rewrite(step, ROWS, policy=BF16).plan
+    assert [op.format for op in plan.operations if op.native == "AddN"][:1] != ["bfloat16"]

@@ -112,7 +112,7 @@ def _read_in_norms(reads: Sequence[Read], results: Collection[Hashable]) -> list
     means, products = _means(reads), {value for read in reads if _is_product(read) for value in read.outputs}
 
     def wants(read: Read, after: int) -> int:
-        if read.operation == "sub" and (after or not means.isdisjoint(read.inputs)):
+        if read.operation == "sub" and len(read.inputs) == 2 and (after or not means.isdisjoint(read.inputs)):
             return _CANCELS
         if read.op_class == "full":
             return _YES

@@ -99,6 +99,7 @@ VALUES = ("y = add a k", "u = mul y k", "v = add b k", "d = sub u v", "q = squar
         (("y = add a k", "s = sum y", "t = mul s k", "d = sub y t", "z = mul d g"), "y"),
         (("y = add a k", *MEAN, "n = add y z"), ""),  # a residual
         (("y = add a k", "e = softmax y"), ""),
+        (("u = sigmoid a", "y = sub u k", "e = log y"), ""),  # 1 - p: a number, which is not a mean or an equal term
         (VALUES, "y u v"),
         ((*VALUES, "z = matmul v w"), "u y"),
     ],

@@ -31,10 +31,13 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 SCALES = np.exp2(np.arange(-32.0, 33.0, 8.0))[:, None]  # each row of the operands has a loss scale of its own
 SHAPE = SCALES.size, 64
+HALVES = np.full((1, 2), 0.5, np.float32)  # a product that sums one element would not be lowered
 
 
 def jax_loss(params: Any, name: str, scales: Any) -> Any:
-    return (FUNCTIONS[name](jnp, *(jnp.ones((1, 1)) @ own for own in params)).reshape(SHAPE) * scales).sum()
+    return (
+        FUNCTIONS[name](jnp, *(HALVES @ jnp.concatenate([own, own]) for own in params)).reshape(SHAPE) * scales
+    ).sum()
 
 
 def by_jax(name: str, operands: Any) -> Any:
@@ -49,11 +52,13 @@ class Torch(torch.nn.Module):
         self.name, self.params = name, torch.nn.ParameterList(torch.from_numpy(own) for own in operands)
 
     def forward(self, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        return (FUNCTIONS[self.name](torch, *(x @ own for own in self.params)).reshape(SHAPE) * scales).sum()
+        return (
+            FUNCTIONS[self.name](torch, *(x @ torch.cat([own, own]) for own in self.params)).reshape(SHAPE) * scales
+        ).sum()
 
 
 def by_torch(name: str, operands: Any) -> Any:
-    args = torch.ones(1, 1), torch.from_numpy(np.float32(SCALES))
+    args = torch.from_numpy(HALVES), torch.from_numpy(np.float32(SCALES))
     model = polyamp.rewrite(Torch(name, operands), *args, policy="mixed_float16")
     return torch.autograd.grad(model(*args), list(model.parameters()), materialize_grads=True)
 
@@ -62,11 +67,11 @@ def by_tensorflow(name: str, operands: Any) -> Any:
     def step(variables: Any, x: Any) -> Any:
         with tf.GradientTape() as tape:
             tape.watch(variables)
-            value = tf.reshape(FUNCTIONS[name](tf.math, *(x @ own for own in variables)), SHAPE)
+            value = tf.reshape(FUNCTIONS[name](tf.math, *(x @ tf.concat([own, own], 0) for own in variables)), SHAPE)
             loss = tf.reduce_sum(value * np.float32(SCALES))
         return tape.gradient(loss, variables, unconnected_gradients="zero")
 
-    return polyamp.rewrite(step, policy="mixed_float16")([tf.constant(own) for own in operands], tf.ones((1, 1)))
+    return polyamp.rewrite(step, policy="mixed_float16")([tf.constant(own) for own in operands], tf.constant(HALVES))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

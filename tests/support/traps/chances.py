@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from support.traps.trap import EYE, HITS, LABELS, LOGITS, X, Z, eye, in_sixteen_bits, trap
+from support.traps.trap import EYE, FIRST, HITS, LABELS, LOGITS, X, Z, eye, in_sixteen_bits, trap
 
 
 @trap("1 - 1e-7 is 1 in 16 bits, and log(1 - 1) follows", EYE, LOGITS, HITS)
@@ -37,7 +37,7 @@ def focal_loss(ops: Any, w: Any, x: Any, hits: Any) -> Any:
     return -ops.mean((1 - right) ** 2 * ops.log(right + 1e-8))
 
 
-@trap("sums over 70,000 pixels are beyond float16", eye(1, 1), np.full((70_000, 1), 4.0, np.float32))
+@trap("sums over 70,000 pixels are beyond float16", FIRST, np.full((70_000, 2), 4.0, np.float32))
 def dice_loss(ops: Any, w: Any, x: Any) -> Any:
     p = ops.sigmoid(ops.matmul(x, w))
     return 65_536.0 * (2 * ops.sum(p * p) + 1e-6) / (ops.sum(p) + ops.sum(p * p) + 1e-6)

@@ -4,18 +4,17 @@ from typing import Any
 
 import numpy as np
 
-from support.traps.trap import EYE, LOGITS, X, eye, in_sixteen_bits, normal, trap
+from support.traps.trap import EYE, FIRST, LOGITS, X, eye, in_sixteen_bits, normal, trap
 
-ONE = eye(1, 1)
 TOKENS = np.zeros(4096, np.int32)
 
 
-@trap("70,000 is beyond float16, and 256 + 1 is 256 in bfloat16", ONE, np.ones((70_000, 1), np.float32))
+@trap("70,000 is beyond float16, and 256 + 1 is 256 in bfloat16", FIRST, np.ones((70_000, 2), np.float32))
 def sum_of_70_000(ops: Any, w: Any, x: Any) -> Any:
     return ops.sum(ops.matmul(x, w)) * 2.0**-12
 
 
-@trap("256 + 1 is 256 in bfloat16, 2048 + 1 is 2048 in float16", ONE, np.ones((4096, 1), np.float32))
+@trap("256 + 1 is 256 in bfloat16, 2048 + 1 is 2048 in float16", FIRST, np.ones((4096, 2), np.float32))
 def running_sum_of_4_096(ops: Any, w: Any, x: Any) -> Any:
     return ops.cumsum(ops.matmul(x, w)) * 2.0**-12
 

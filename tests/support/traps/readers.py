@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from support.traps.trap import EYE, X, Z, eye, in_sixteen_bits, normal, trap
+from support.traps.trap import EYE, FIRST, X, Z, beside_zeros, eye, in_sixteen_bits, normal, trap
 
 LARGE, SMALL = (in_sixteen_bits(np.linspace(*ends, 128).reshape(8, 16)) for ends in ((900, 5000), (5e-4, 2e-3)))
 HUNDREDS, BOXES = 300 + 20 * np.clip(normal(8, 16), -2, 2), 100 + 150 * np.abs(normal(8, 16, seed=5))
@@ -81,12 +81,12 @@ def similarity(ops: Any, mean: Any, a: Any, b: Any) -> Any:
     return ops.mean((2 * at_a * at_b + 1e-4) * (2 * shared + 9e-4) / ((at_a**2 + at_b**2 + 1e-4) * (spread + 9e-4)))
 
 
-@trap("E[ab] - E[a]E[b], of rounded pools", eye(1, 1), IMAGES, TARGETS, roundings=50)
+@trap("E[ab] - E[a]E[b], of rounded pools", FIRST, beside_zeros(IMAGES), beside_zeros(TARGETS), roundings=50)
 def similarity_of_images(ops: Any, w: Any, x: Any, z: Any) -> Any:
     return similarity(ops, lambda y: ops.averaged(y, 8), ops.matmul(x, w), ops.matmul(z, w))
 
 
-@trap("E[ab] - E[a]E[b], of squares that a convolution rounds", eye(1, 1), IMAGES, TARGETS, roundings=50)
+@trap("E[ab] - E[a]E[b], of squares that a convolution rounds", FIRST, beside_zeros(IMAGES), TARGETS, roundings=50)
 def similarity_by_a_window(ops: Any, w: Any, x: Any, z: Any) -> Any:
     return similarity(ops, lambda y: ops.blurred(y, 16, WINDOW), ops.matmul(x, w), z)
 

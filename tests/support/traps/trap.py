@@ -56,8 +56,15 @@ def eye(times: float = 1.0, size: int = 16) -> Array:
     return np.eye(size, dtype=np.float32) * np.float32(times)
 
 
+def beside_zeros(column: Array) -> Array:
+    """Return a column and one of zeros, for `FIRST`."""
+    return np.concatenate([column, np.zeros_like(column)], 1)
+
+
 X, Z = normal(8, 16), normal(8, 16, seed=1)
 LOGITS = in_sixteen_bits(np.linspace(-12, 12, 128).reshape(8, 16))
 LABELS = np.arange(8) * 5 % 16
 HITS = (np.arange(128).reshape(8, 16) * 7 % 3 == 0).astype(np.float32)
 EYE = eye()
+FIRST = eye(size=2)[:, :1]
+"""A parameter that takes the first of two columns: of one column the product would sum nothing."""

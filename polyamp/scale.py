@@ -135,7 +135,7 @@ NONFINITE_LOSS = "the loss was not finite before scaling: a smaller scale cannot
 class StepResult:
     """A step's result: whether it was applied, and the loss scale after it. It is true if the step was applied.
 
-    Before the first step it is false, and `reason` says so.
+    Before the first step it is false, and `reason` tells this.
 
     Creating a result costs no host sync; the first access to a property does. Inside a traced function (``jax.jit``,
     ``tf.function``) the properties are the traced values themselves.

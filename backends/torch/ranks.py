@@ -52,7 +52,7 @@ class RankSet:
 
 
 class Decision:
-    """What the ranks of a group have said about a step, in the words of `decide`."""
+    """What the ranks of a group have reported about a step, in the words of `decide`."""
 
     def __init__(self, words: Tensor, process_group: Any) -> None:
         self.words, self.process_group = words, process_group
@@ -97,7 +97,7 @@ def decide(
         process_group: a ``torch.distributed.ProcessGroup``; None is the default group.
 
     Returns:
-        What all ranks have said. On accelerators it is queued on the current stream, and the host does not wait.
+        What all ranks have reported. On accelerators it is queued on the current stream, and the host does not wait.
     """
     distributed = torch.distributed
     place, bit = divmod(distributed.get_rank(process_group), BITS)

@@ -128,7 +128,7 @@ def mixed_by_hand() -> UsageError:
         "another scale, such as that of unscaled gradients",
         allowed="gradients of one scale",
         fix="use opt.unscaled_grad(loss, inputs) and add its results after opt.unscale_(); if what was written is "
-        "unscaled already, say so: opt.step(scaled=False)",
+        "unscaled already, call opt.step(scaled=False)",
     )
 
 

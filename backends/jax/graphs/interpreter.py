@@ -138,7 +138,7 @@ class Interpreter:
 
     def call(self, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
         """Trace a function that returns a list of arrays, at the declared types, and run it."""
-        # An array inside `jax.shard_map` varies along some axes of the mesh, and its type says so.
+        # An array inside `jax.shard_map` varies along some axes of the mesh, and its type has these axes.
         specs = [jax.typeof(cell.array).update(dtype=cell.declared, weak_type=False) for cell in cells]
         closed, own = jax.make_jaxpr(function)(*specs), copy(self)
         own.values = Values(closed, self.repeats.is_repeated)

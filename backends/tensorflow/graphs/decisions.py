@@ -378,7 +378,7 @@ class Pass:
 
     def _is_gradient_of_low(self, node: Node) -> bool:
         """Return whether a node adds the gradients of a low value."""
-        # The backward pass does not say which value a gradient belongs to. The kernel of an activation's or norm's
+        # The backward pass does not tell which value a gradient belongs to. The kernel of an activation's or norm's
         # gradient takes the value beside it. A product takes it beside an operand of a forward product, and this leads
         # to the value.
         if node.op != "AddN":

@@ -202,7 +202,7 @@ _MARKING = frozenset({"requires_grad_", "retain_grad", "record_stream"})  # they
 
 
 def _written_by_function(node: Node, function: FunctionType) -> list[Any]:
-    """Return the arguments that a function written in Python changes: they have no schemas, but say so in two ways."""
+    """Return the arguments that a function written in Python changes: they have no schemas, and tell it in two ways."""
     try:
         given = inspect.signature(function).bind(*node.args, **node.kwargs).arguments
     except TypeError:

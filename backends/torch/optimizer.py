@@ -496,7 +496,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     def tell_peers(self) -> None:
         """Let the other ranks refuse a step too that this one refuses, unless all have decided: they would wait."""
         if self.checks and not self.is_decided and has_peers(self.process_group):
-            flag = torch.zeros((), device=next(self.model_parameters()).device)
+            flag = torch.zeros((), device=self.join_device)
             self.scaler.decide(flag, self.process_group, refuses=True)
 
     def finish(self, finite: bool | Tensor, scaling: Scaling) -> None:
@@ -630,7 +630,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the parameters, for ``Join``."""
+        """The device of the parameters, under the name that torch's ``Join`` asks for."""
         return next(self.model_parameters()).device
 
     @property

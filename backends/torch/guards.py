@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -75,14 +75,13 @@ def check_not_shared(optimizer: LossScaledOptimizer, scaling: Scaling, alive: It
                 )
 
 
-def guard(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:
-    """Guard the inner optimizer's step and torch's clipping functions, for as long as an optimizer lives."""
+def guard(optimizer: LossScaledOptimizer, alive: Collection[LossScaledOptimizer]) -> None:
+    """Guard the steps of other optimizers, and torch's clipping functions for as long as this optimizer lives."""
     if torch.distributed.is_available():
         ask_before_joining(partial(_check_join, alive))
     if not (optimizer.scaler.multiplies or optimizer.masters is not None):
         return
     STEP_GUARD.register(alive)
-    weakref.finalize(optimizer, STEP_GUARD.leave).atexit = False
     ask_before_clipping("optimizers", lambda params, limit, measured: _clipped(params, limit, alive, measured))
     weakref.finalize(optimizer, leave_clipping, "optimizers").atexit = False
 
@@ -99,25 +98,17 @@ class StepGuard:
     is_polyamps = True  # see `has_step_pre_hooks`
 
     def __init__(self) -> None:
-        self._alive: Iterable[LossScaledOptimizer] = ()
-        self._users = 0
-        self._handle: Any = None
+        self._alive: Collection[LossScaledOptimizer] = ()
 
-    def register(self, alive: Iterable[LossScaledOptimizer]) -> None:
-        """Be called from now on, until as many calls of `leave`."""
-        self._alive, self._users = alive, self._users + 1
-        if self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self)
-
-    def leave(self) -> None:
-        """Undo one call of `register`."""
-        self._users -= 1
-        if self._users == 0 and self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+    def register(self, alive: Collection[LossScaledOptimizer]) -> None:
+        """Be called from now on, at little cost where no wrapped optimizer is alive."""
+        # Never removed: a garbage collection would do so inside torch's loop over its hooks, or while Dynamo compiles.
+        if self._alive is not alive:
+            self._alive = alive
+            register_optimizer_step_pre_hook(self)
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or not self._alive:
             return
         owner, wrapped = None, list(self._alive)
         for one in wrapped:

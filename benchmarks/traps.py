@@ -125,7 +125,7 @@ No rule for formats helps where the program itself needs more than 16 bits:
 - A GRU that is written out ends 4 to 8 % above the bound of these programs in PyTorch and TensorFlow, as natively.
 - Quotients of small differences (SSIM of images that hardly differ): their gradient is off by dozens of roundings in
   every engine.
-- Ambient autocast goes operation by operation: it knows neither readers nor, in TensorFlow, which arrays are constants.
+- Ambient autocast of PyTorch goes operation by operation: it does not know readers.
 """
 
 

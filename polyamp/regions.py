@@ -1,7 +1,7 @@
 """Regions of ambient autocast, and functions that run in a region: `autocast`.
 
-A region is the code in a ``with`` block. Entering it makes a policy the current one and enters the autocast of every
-loaded framework that has one; leaving it undoes both. For example, with torch loaded::
+A region is the code in a ``with`` block. Entering it makes a policy the current one and enters the framework's ambient
+autocast, which PyTorch alone has; leaving it undoes both. For example::
 
     with polyamp.autocast("mixed_bfloat16"):  # policy entered, torch autocast entered
         y = x @ w                             # bfloat16
@@ -11,14 +11,13 @@ loaded framework that has one; leaving it undoes both. For example, with torch l
 from __future__ import annotations
 
 import functools
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
 from polyamp import adapters
 from polyamp.adapters import Adapter, verb_of
-from polyamp.errors import InvalidTypeError, UnsupportedError, brief, warn_once
+from polyamp.errors import InvalidTypeError, UnsupportedError, brief
 from polyamp.formats import name_of_dtype
 from polyamp.policies import Policy, as_policy, enter, leave
 from polyamp.policies import policy as make_policy
@@ -58,11 +57,11 @@ def autocast(
     torch.bfloat16
 
     Args:
-        target: a policy or its name, for a context that every loaded framework with ambient autocast enters; or a
-            function or module to run under autocast.
+        target: a policy or its name, for a context that enters PyTorch's ambient autocast; or a function or module to
+            run under autocast.
         policy: the policy of a function; or, as a keyword, of a context or decorator. Bound now if given, else the
             current policy at each call.
-        backend: one framework's name, to affect only that one.
+        backend: the framework's name, if neither the function nor its arguments show it.
         argnums: for a function in JAX: the positions of its arguments that are parameters, the first by default. Other
             float32 arguments stay float32 next to 16-bit values.
         **mistaken: arguments of other libraries' autocast, such as ``dtype=``, ``device_type=`` and ``enabled=``:
@@ -74,7 +73,7 @@ def autocast(
 
     Raises:
         InvalidTypeError: there are two policies, or an argument of another library's autocast.
-        UnsupportedError: no loaded framework has this kind of autocast.
+        UnsupportedError: a context is entered where PyTorch is not loaded.
     """
     if mistaken:
         raise _another_autocast(mistaken)
@@ -129,36 +128,18 @@ class Autocast:
 
     def __enter__(self) -> Policy:
         chosen = chosen_policy(None, "autocast()") if self._policy is None else self._policy
-        ambient = _ambient(self._backend)
-        if not ambient and chosen.casts:
-            warn_once(
-                "polyamp.autocast was entered before any framework was imported: a framework that is imported inside "
-                "computes as without it. Import the framework first."
-            )
-        one = len(ambient) == 1
-        context = ambient[0].autocast_context(chosen) if one else _together(ambient, chosen)
+        context = _ambient(self._backend).autocast_context(chosen)
         context.__enter__()
-        enter(chosen, self, (chosen, context, ambient, len(sys.modules)))
+        enter(chosen, self, context)
         return chosen
 
     def __exit__(self, *error: Any) -> None:
-        held = leave(self)
-        if held is None:
-            return
-        chosen, context, ambient, modules = held
-        context.__exit__(*error)
-        if self._backend is None and len(sys.modules) != modules and ambient and chosen.casts:
-            _report_late(ambient)  # without an ambient framework the entry reported it
+        context = leave(self)
+        if context is not None:
+            context.__exit__(*error)
 
     def __call__(self, fn: Fn) -> Fn:
         return autocast_function(fn, self._policy, self._backend)  # type: ignore[return-value]
-
-
-def _report_late(ambient: list[Adapter]) -> None:
-    late = " and ".join(one.name for one in _ambient(None) if one not in ambient)
-    if late:
-        text = f"{late} was imported inside polyamp.autocast, where it computes as without it. Import it before."
-        warn_once(text)
 
 
 def _traced(policy: Policy | None) -> AbstractContextManager[Any] | None:
@@ -169,21 +150,11 @@ def _traced(policy: Policy | None) -> AbstractContextManager[Any] | None:
     return None if adapter is None else adapter.autocast_context(policy)
 
 
-@contextmanager
-def _together(ambient: list[Adapter], policy: Policy) -> Iterator[None]:
-    """Enter the autocast of several frameworks, or of none."""
-    with ExitStack() as stack:
-        for adapter in ambient:
-            stack.enter_context(adapter.autocast_context(policy))
-        yield
-
-
 def autocast_function(
     fn: Callable[..., Any], policy: Policy | None, backend: str | None, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
     """Return a function that runs ``fn`` in a region, with the options that its framework's adapter has."""
-    # The framework is that of the function's own type, or else of its arguments at each call. With plain values only,
-    # the regions of every loaded framework are entered.
+    # The framework is that of the function's own type, or else of its arguments at each call.
     named = adapters.adapter_of(fn) if backend is None else adapters.adapter_named(backend)
     options = options or {}
 
@@ -209,30 +180,24 @@ def _autocasting(adapters: list[Adapter]) -> Adapter | None:
     return next(iter(able or adapters), None)
 
 
-_ambient_of: list[Adapter] = []  # the loaded adapters with ambient autocast
-_not_loaded: set[str] = set()  # the import roots of the other adapters, when that was found out
+_ambient_of: list[Adapter] = []  # the loaded adapter with ambient autocast, once there is one
 
 
-def _ambient(backend: str | None) -> list[Adapter]:
-    """Return the adapters whose autocast is entered: the named one, or else every loaded one that has it."""
-    global _ambient_of
-    if backend is None and _ambient_of and sys.modules.keys().isdisjoint(_not_loaded):
-        return _ambient_of
+def _ambient(backend: str | None) -> Adapter:
+    """Return the adapter whose autocast is entered: the named one, or else the loaded one that has it."""
+    if backend is None and _ambient_of:
+        return _ambient_of[0]
     loaded = adapters.loaded() if backend is None else [adapters.adapter_named(backend)]
-    ambient = [adapter for adapter in loaded if hasattr(adapter, "autocast_context")]
+    found = next((adapter for adapter in loaded if hasattr(adapter, "autocast_context")), None)
+    if found is None:
+        raise UnsupportedError(
+            "only PyTorch has an autocast to enter",
+            where="autocast(policy)",
+            found=", ".join(adapter.name for adapter in loaded) or "no framework",
+            allowed="torch, imported before",
+            fix="JAX functions are transformed: polyamp.autocast(function, policy); TensorFlow steps are rewritten: "
+            "polyamp.rewrite(step, policy=policy); Keras models are converted: polyamp.convert(model, policy)",
+        )
     if backend is None:
-        _ambient_of = ambient
-        _not_loaded.clear()
-        _not_loaded.update(root for root in adapters.entries() if root not in sys.modules)
-    if ambient:
-        return ambient
-    if not loaded:
-        return []
-    raise UnsupportedError(
-        "no framework here has an autocast to enter",
-        where="autocast(policy)",
-        found=", ".join(adapter.name for adapter in loaded),
-        allowed="tensorflow, torch",
-        fix="JAX functions are transformed, not entered: polyamp.autocast(function, policy), with "
-        'backend="jax" where no argument is an array; Keras models take polyamp.convert(model, policy)',
-    )
+        _ambient_of.append(found)
+    return found

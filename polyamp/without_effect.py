@@ -44,10 +44,11 @@ def report_unused(rules: Iterable[Rule], *, where: str, paths: str, of: object =
         )
 
 
-def report_nothing_lowered(verb: str, compute: str, *, where: str, why: str = NO_PRODUCTS, remedy: str = "") -> None:
+def report_nothing_lowered(verb: str, compute: str, *, where: str, why: str = NO_PRODUCTS) -> None:
     """Warn that a program runs as it did before."""
-    remedy = remedy or "polyamp.explain shows the reason for each operation."
-    warn_once(f"{verb} to {compute} changed nothing in {where}: {why}. {remedy}")
+    warn_once(
+        f"{verb} to {compute} changed nothing in {where}: {why}. polyamp.explain shows the reason for each operation."
+    )
 
 
 def report_refused(refused: Mapping[str, str], *, where: str, of: object) -> None:

@@ -28,6 +28,5 @@ adapter = AdapterTable(
     instead={
         "rewrite": "rewrite a function that calls the model, or its step: model.train_step = "
         "polyamp.rewrite(model.train_step, policy=policy); or polyamp.convert(model, policy)",
-        "autocast_context": "polyamp.convert(model, policy), or the autocast of Keras' backend around what calls it",
     },
 )

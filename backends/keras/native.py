@@ -28,9 +28,7 @@ if BACKEND == "tensorflow":
     import tensorflow as tf
 
     from polyamp.backends.tensorflow import provenance, skipping
-    from polyamp.backends.tensorflow.autocast.context import is_lowering
-    from polyamp.backends.tensorflow.autocast.lowering import promoting
-    from polyamp.backends.tensorflow.autocast.promotion import REFUSALS, mixed_formats
+    from polyamp.backends.tensorflow.promotion import REFUSALS, mixed_formats, promoting
     from polyamp.backends.tensorflow.unstable import is_recording as tape_records
 elif BACKEND == "jax":
     import jax
@@ -130,9 +128,9 @@ def is_recording() -> bool:
 
 
 def autocasts() -> bool:
-    """Return whether an ambient autocast of the framework is active here."""
+    """Return whether an ambient autocast of torch is active here, or TensorFlow's own pass, which lowers graphs."""
     if BACKEND == "tensorflow":
-        return is_lowering()
+        return bool(tf.config.optimizer.get_experimental_options().get("auto_mixed_precision"))
     return BACKEND == "torch" and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"))
 
 

@@ -1,4 +1,4 @@
-"""TensorFlow: whole steps rewritten, ambient autocast, ``tf.compat.v1.train`` optimizers wrapped, and a loss scaler.
+"""TensorFlow: whole steps rewritten, ``tf.compat.v1.train`` optimizers wrapped, and a loss scaler.
 
 >>> import tensorflow as tf, polyamp.backends.tensorflow as amp
 >>> scaler = amp.LossScaler("mixed_float16")
@@ -15,7 +15,6 @@ with importing("tensorflow", extra="tensorflow"):
     import tensorflow  # noqa: F401
 
 from polyamp.backends.tensorflow.adapter import adapter
-from polyamp.backends.tensorflow.autocast.context import autocast_context
 from polyamp.backends.tensorflow.casting import cast
 from polyamp.backends.tensorflow.graph_rewrite import (
     disable_mixed_precision_graph_rewrite,
@@ -33,7 +32,6 @@ __all__ = [
     "LossScaler",
     "Rewritten",
     "adapter",
-    "autocast_context",
     "cast",
     "disable_mixed_precision_graph_rewrite",
     "enable_mixed_precision_graph_rewrite",

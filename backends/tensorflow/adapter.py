@@ -3,7 +3,6 @@
 import tensorflow as tf
 
 from polyamp.adapters import AdapterTable
-from polyamp.backends.tensorflow.autocast.context import autocast_context
 from polyamp.backends.tensorflow.casting import cast
 from polyamp.backends.tensorflow.devices import describe
 from polyamp.backends.tensorflow.graphs.rewrite import explain, rewrite
@@ -29,7 +28,6 @@ adapter = AdapterTable(
         "scale_loss": scale_loss,
         "loss_scale_of": loss_scale_of,
         "load_loss_scale": load_loss_scale,
-        "autocast_context": autocast_context,
         "rewrite": rewrite,
         "explain": explain,
         "record": "polyamp.backends.tensorflow.recording.record:record",

@@ -9,19 +9,18 @@ import functools
 import inspect
 import sys
 import types
-import typing
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from tensorflow.core.framework import attr_value_pb2, graph_pb2, tensor_shape_pb2
+from tensorflow.core.framework import attr_value_pb2, tensor_shape_pb2
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.data.ops import dataset_ops
 from tensorflow.python.eager import backprop, context, execute
-from tensorflow.python.eager.polymorphic_function import atomic_function, function_context, function_type_utils
+from tensorflow.python.eager.polymorphic_function import atomic_function, function_type_utils
 from tensorflow.python.framework import (
     constant_op,
     dtypes,
@@ -33,7 +32,7 @@ from tensorflow.python.framework import (
     tensor_util,
 )
 from tensorflow.python.framework.errors_impl import InaccessibleTensorError, NotFoundError
-from tensorflow.python.ops import array_ops, control_flow_util, custom_gradient, gradients_util, math_ops
+from tensorflow.python.ops import array_ops, control_flow_util, custom_gradient, math_ops
 from tensorflow.python.training import optimizer
 from tensorflow.python.util import nest, tf_decorator
 
@@ -122,37 +121,17 @@ def graph_of(name: str, within: Any) -> Any:
     return getattr(known, "_cached_graph", None)
 
 
-# Ambient autocast: places where TensorFlow's Python code makes operations, traces functions and takes gradients.
+# Promotion: the functions by which TensorFlow's Python code makes operations.
 
 
-class Parameter(NamedTuple):
-    """A parameter of a generated function."""
-
-    # the operation's type attribute that gives its type; empty if its type is fixed or it is not a tensor
-    attribute: str = ""
-    is_list: bool = False  # whether it is a list of tensors
-
-
-def generated_functions(op: str) -> tuple[tuple[Callable[..., Any], ...], dict[str, Parameter]]:
-    """Return the function that makes an operation and its twin in ``tf.raw_ops``, and their parameters."""
-    # The twin accepts only keyword arguments.
+def generated_functions(op: str) -> tuple[Callable[..., Any], ...]:
+    """Return the function that makes an operation, and its twin in ``tf.raw_ops``."""
     generated = [module for name, module in sys.modules.items() if name.startswith("tensorflow.python.ops.gen_")]
     found = next((module for module in generated if hasattr(module, op)), None)
     if found is None:
-        return (), {}
+        return ()
     raw = getattr(found, op)
-    function = getattr(found, raw.__name__)
-    annotations = inspect.get_annotations(function)
-    names = inspect.signature(function).parameters
-    return (function, raw), {name: _parameter(op, annotations.get(name)) for name in names}
-
-
-def _parameter(op: str, annotation: Any) -> Parameter:
-    for variable in getattr(annotation, "__metadata__", ()):
-        name = getattr(variable, "__name__", "")
-        if name.startswith(f"TV_{op}_"):
-            return Parameter(name.removeprefix(f"TV_{op}_"), typing.get_origin(annotation.__origin__) is list)
-    return Parameter()
+    return getattr(found, raw.__name__), raw
 
 
 def true_division() -> Callable[..., Any]:
@@ -170,52 +149,33 @@ def replace_functions(replaced: Mapping[Callable[..., Any], Callable[..., Any]])
                 setattr(module, name, replaced[value])
 
 
-def intercept_traces(key: Callable[[], Hashable]) -> None:
-    """Make every ``tf.function`` keep a trace for each value of ``key()``; None selects its usual trace."""
-    original = function_context.make_function_context
-
-    @functools.wraps(original)
-    def make_function_context(*args: Any, **kwargs: Any) -> Any:
-        made, mark = original(*args, **kwargs), key()
-        return made if mark is None else made._replace(context=(made.context, mark))
-
-    function_context.make_function_context = make_function_context
+# Names.
 
 
-def intercept_gradients(
-    backward: Callable[[], AbstractContextManager[None]],
-    forward: Callable[[], Callable[[], AbstractContextManager[None]]],
-) -> None:
-    """Run gradient functions inside contexts."""
-    backprop._gradient_function = _within(backward, backprop._gradient_function)
-    pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
-    gradients_util._MaybeCompile = _within(backward, gradients_util._MaybeCompile)
+@functools.cache
+def name_custom_gradients() -> None:
+    """Name the operations of custom gradients, from now on, as TensorFlow names those of its own gradients."""
     for name in ("_eager_mode_decorator", "_graph_mode_decorator"):
-        setattr(custom_gradient, name, _bound_to_forward(forward, getattr(custom_gradient, name)))
+        setattr(custom_gradient, name, _named(getattr(custom_gradient, name)))
 
 
-def _within(context: Callable[[], AbstractContextManager[None]], function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with context():
-            return function(*args, **kwargs)
-
-    return run
-
-
-def _bound_to_forward(
-    forward: Callable[[], Callable[[], AbstractContextManager[None]]], decorator: Callable[..., Any]
-) -> Callable[..., Any]:
+def _named(decorator: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(decorator)
     def decorated(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        context = forward()
+        scope = "/".join(filter(None, ("gradient_tape", scope_path())))
 
         @functools.wraps(function)
-        def bound(*args: Any, **kwargs: Any) -> Any:
+        def named(*args: Any, **kwargs: Any) -> Any:
             result, gradient = function(*args, **kwargs)
-            return result, tf_decorator.make_decorator(gradient, _within(context, gradient))
 
-        return decorator(bound, args, kwargs)
+            @functools.wraps(gradient)
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with nullcontext() if context.executing_eagerly() else ops.name_scope(f"{scope}/"):
+                    return gradient(*args, **kwargs)
+
+            return result, tf_decorator.make_decorator(gradient, run)
+
+        return decorator(named, args, kwargs)
 
     return decorated
 
@@ -270,23 +230,6 @@ def _asked(graph: Any, prefix: str) -> str:
     return ""
 
 
-def current_device() -> str:
-    """Return the device that the code asks for; empty if it asks for none. Device functions are not called."""
-    known = context.context()
-    if known.executing_eagerly():
-        return known.device_name or ""
-    node = graph_pb2.GraphDef().node.add()
-    for spec in ops.get_default_graph()._device_function_stack.peek_objs():
-        if spec.fast_string_merge:
-            node.device = spec.string_merge(node)
-    return node.device
-
-
-def newest_tensor() -> int:
-    """Return a number that grows with every new tensor, and with every call of this function."""
-    return ops.uid()
-
-
 def is_recording() -> bool:
     """Return whether a ``tf.GradientTape`` records what is computed here."""
     return not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
@@ -309,19 +252,6 @@ def graphs_around() -> list[Any]:
 def compiles_by_xla(graph: Any) -> bool:
     """Return whether XLA will compile the function whose graph is built, as with ``jit_compile=True``."""
     return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
-
-
-# Changing a graph of TensorFlow 1.
-
-
-def replace_input(operation: Any, place: int, tensor: Any) -> None:
-    """Make an operation read another tensor, of the same type, as its input with this number."""
-    operation._update_input(place, tensor)
-
-
-def is_in_control_flow(operation: Any) -> bool:
-    """Return whether an operation is in a loop or conditional of TensorFlow 1, which are nodes of the same graph."""
-    return operation._get_control_flow_context() is not None
 
 
 # Recording a step.

@@ -110,10 +110,11 @@ SLOW = """        if name in ("tensorflow", "keras"):
         if"""
 
 
-def test_a_region_before_any_framework_says_that_it_does_nothing() -> None:
+def test_a_region_before_pytorch_is_imported_is_refused() -> None:
     code = "import polyamp\nwith polyamp.autocast('mixed_float16'): pass"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "before any framework was imported" in done.stderr
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "only PyTorch has an autocast to enter" in done.stderr
+    assert all(verb in done.stderr for verb in ("polyamp.rewrite(step", "polyamp.convert(model"))
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -5,11 +5,8 @@ import numpy as np
 import pytest
 from keras import ops
 
-import polyamp
 from polyamp import LossScale
 from polyamp.backends.keras import LossScaledOptimizer
-from polyamp.backends.keras.run import begin
-from polyamp.run import Session
 
 if keras.backend.backend() != "jax":
     pytest.skip("for Keras on JAX: --keras-backend=jax", allow_module_level=True)
@@ -69,13 +66,3 @@ def test_a_traced_loss_is_scaled_and_not_looked_at() -> None:
     opt = LossScaledOptimizer(keras.optimizers.SGD(), LossScale(init=8.0))
     assert float(jax.jit(opt.scale_loss)(np.float32(2.0))) == 16.0
     assert float(jax.jit(opt.scale_loss)(np.float32(np.inf))) == np.inf
-
-
-def test_polyamp_run_under_a_policy_refuses_an_optimizer_with_the_lines_to_write() -> None:
-    with Session(polyamp.policy("mixed_float16")) as session:
-        begin(session)
-        with pytest.raises(polyamp.errors.UsageError) as refused:
-            keras.optimizers.SGD()
-    lines = ("polyamp.convert(model, policy)", "polyamp.wrap_optimizer(optimizer, policy)")
-    assert all(line in str(refused.value) for line in lines)
-    keras.optimizers.SGD()

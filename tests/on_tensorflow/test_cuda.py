@@ -8,7 +8,11 @@ import pytest
 import tensorflow as tf
 
 import polyamp
-from polyamp.backends.tensorflow import LossScaler
+from polyamp.backends.tensorflow import (
+    LossScaler,
+    disable_mixed_precision_graph_rewrite,
+    enable_mixed_precision_graph_rewrite,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -46,10 +50,16 @@ def test_a_rewritten_step_trains_as_in_float32(policy: str, jit_compile: bool) -
     np.testing.assert_allclose(found, expected, rtol=2e-2)
 
 
-@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
-def test_autocast_multiplies_on_the_gpu(policy: str) -> None:
-    with polyamp.autocast(policy, backend="tensorflow"):
-        product = tf.constant(X) @ tf.ones((32, 8))
-    assert "GPU" in product.device
-    assert product.dtype == tf.float32
-    assert not np.array_equal(product, X @ np.ones((32, 8), "float32"))
+def test_the_graph_rewrite_of_tensorflow_1_multiplies_in_float16_on_the_gpu() -> None:
+    def product() -> np.ndarray:
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            left, right = (tf.compat.v1.placeholder(tf.float32, (512, 512)) for _ in range(2))
+            value = np.random.default_rng(0).normal(size=(512, 512)).astype("float32")
+            return session.run(tf.nn.relu(left @ right @ right), {left: value, right: value})
+
+    full = product()
+    enable_mixed_precision_graph_rewrite(tf.compat.v1.train.GradientDescentOptimizer(0.1))
+    low = product()
+    disable_mixed_precision_graph_rewrite()
+    assert not np.array_equal(low, full)
+    np.testing.assert_allclose(low, full, atol=1e-2 * np.abs(full).max())

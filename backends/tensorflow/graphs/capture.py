@@ -1,4 +1,4 @@
-"""Capture a function as a graph: trace it as it is written, in float32 and without autocast.
+"""Capture a function as a graph: trace it as it is written, in float32.
 
 The errors for functions that cannot be rewritten name the node and its source line.
 """
@@ -13,9 +13,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.autocast.lowering import entered, intercept
 from polyamp.backends.tensorflow.graphs.graph import Places
-from polyamp.backends.tensorflow.unstable import OUT_OF_SCOPE, graphs_around
+from polyamp.backends.tensorflow.unstable import (
+    OUT_OF_SCOPE,
+    graphs_around,
+    name_custom_gradients,
+    remember_names,
+)
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, check_compute, kind_of
 from polyamp.trees import check_tree, too_deep
 
@@ -31,10 +35,11 @@ def name_of(fn: Any) -> str:
 
 
 def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Trace ``fn`` as it is written, without autocast."""
-    intercept()
+    """Trace ``fn`` as it is written."""
+    remember_names()
+    name_custom_gradients()
     function = fn if isinstance(fn, FUNCTION) else tf.function(fn)
-    with tracing(fn), entered(None):
+    with tracing(fn):
         concrete = function.get_concrete_function(*args, **kwargs)
     check_captures(fn, concrete)
     return concrete
@@ -161,7 +166,6 @@ def _refuse_gradient(operation: Any, *inputs: Any) -> Any:
 
 _NO_GRADIENT = "gradients cannot be taken through a rewritten function"
 _REWRITE_STEP = (
-    "rewrite the whole step, with its tf.GradientTape, or run this part under polyamp.autocast; if no gradient is "
-    "needed, call it inside tape.stop_recording()"
+    "rewrite the whole step, with its tf.GradientTape; if no gradient is needed, call it inside tape.stop_recording()"
 )
 tf.RegisterGradient(_GRADIENT)(tf.autograph.experimental.do_not_convert(_refuse_gradient))

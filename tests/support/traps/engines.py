@@ -17,7 +17,6 @@ import torch
 import polyamp
 from polyamp.backends import jax as jax_backend
 from polyamp.backends import torch as torch_backend
-from polyamp.backends.tensorflow import autocast_context
 from support.tensorflow_pass import after_pass
 from support.traps.trap import Array, Trap
 from support.traps.words import Jax, TensorFlow, Torch
@@ -157,12 +156,6 @@ def tensorflow_rewrite(trap: Trap, low: str) -> Outcome:
     return tensorflow_outcome(polyamp.rewrite(step, policy=f"mixed_{low}", backend="tensorflow"), inputs)
 
 
-def tensorflow_autocast(trap: Trap, low: str) -> Outcome:
-    step, inputs = tensorflow_step(trap)
-    with autocast_context(polyamp.policy(f"mixed_{low}")):
-        return tensorflow_outcome(step, inputs)
-
-
 def tensorflow_native(trap: Trap, low: str) -> Outcome:
     """Run TensorFlow's own graph pass for this processor, whether it has units for the format or not."""
     concrete = tf.function(lambda w, *inputs: gradient_step(trap, w, inputs)).get_concrete_function(
@@ -184,7 +177,6 @@ ENGINES: dict[str, Engine] = {
     "JAX value_and_grad": jax_value_and_grad,
     "flax dtype=": jax_native,
     "TensorFlow rewrite": tensorflow_rewrite,
-    "TensorFlow autocast": tensorflow_autocast,
     "TensorFlow's pass": tensorflow_native,
 }
 NATIVE = ("torch.autocast", "flax dtype=", "TensorFlow's pass")

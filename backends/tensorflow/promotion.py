@@ -4,22 +4,59 @@ TensorFlow raises there, where JAX, torch and Keras' own operations promote. Wit
 all of them. What TensorFlow runs as it is, stays as it is: an operation is promoted only after it was refused.
 
 For example, ``x * mask`` of a float16 ``x`` and a float32 ``mask`` calls ``gen_math_ops.mul``, which raises; then it is
-called again with ``x`` in float32.
+called again with ``x`` in float32. For this the functions that make operations are replaced, once and for all, by ones
+that look whether they are called inside `promoting`.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import tensorflow as tf
+
+from polyamp.backends.tensorflow import unstable
+from polyamp.backends.tensorflow.operations import OPERATIONS
 
 REFUSALS = (TypeError, ValueError, tf.errors.InvalidArgumentError)
 """The errors by which TensorFlow refuses mixed formats."""
 
 
-def run_promoted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+@contextmanager
+def promoting() -> Iterator[None]:
+    """Promote float32 with 16 bits inside the context."""
+    _intercept()
+    token = _promotes.set(True)
+    try:
+        yield
+    finally:
+        _promotes.reset(token)
+
+
+_promotes: ContextVar[bool] = ContextVar("polyamp_tensorflow_promotes", default=False)
+
+
+@functools.cache
+def _intercept() -> None:
+    """Replace the functions that make operations, and the division that compares types before it makes one."""
+    functions = [function for native in OPERATIONS for function in unstable.generated_functions(native)]
+    originals = [*functions, unstable.true_division()]
+    unstable.replace_functions({original: _looking(original) for original in originals})
+
+
+def _looking(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _run_promoted(original, args, kwargs) if _promotes.get() else original(*args, **kwargs)
+
+    return run
+
+
+def _run_promoted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function of TensorFlow; if it refuses inputs in float32 and in 16 bits, call it with all in float32."""
     try:
         return function(*args, **kwargs)

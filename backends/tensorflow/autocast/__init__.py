@@ -1,1 +1,0 @@
-"""Ambient autocast for eager code."""

@@ -110,8 +110,8 @@ _OWN = (os.path.join(_HERE, ""), os.path.join(os.path.realpath(os.path.join(_HER
 
 
 def is_users(file: str) -> bool:
-    """Return whether a file of code is neither polyamp's nor installed."""
-    return not (file.startswith(_OWN) or any(part in file for part in _INSTALLED))
+    """Return whether a file of code is neither polyamp's nor installed, nor frozen into Python."""
+    return not (file.startswith((*_OWN, "<frozen ")) or any(part in file for part in _INSTALLED))
 
 
 def _users_level() -> int:

@@ -6,15 +6,13 @@ import jax
 
 from polyamp.run import Session
 
+_WRITE = (
+    "write tx = polyamp.wrap_optimizer(tx, policy); loss, grads = polyamp.value_and_grad(loss_fn, policy)(opt_state, "
+    "params, batch); updates, opt_state = tx.update(grads, opt_state, params)"
+)
+
 
 def begin(session: Session) -> None:
-    """Refuse a script that takes gradients of JAX, itself or by a library of layers."""
-    if session.policy is not None:
-        session.refuse_calls(
-            jax,
-            *("grad", "value_and_grad", "vjp"),
-            what="a JAX script cannot be given a policy from outside: its functions are pure, and a loss scale is part "
-            "of its optimizer's state",
-            fix="write tx = polyamp.wrap_optimizer(tx, policy); loss, grads = polyamp.value_and_grad(loss_fn, "
-            "policy)(opt_state, params, batch); updates, opt_state = tx.update(grads, opt_state, params)",
-        )
+    """Refuse a script that takes gradients of JAX, itself or by a library of layers. Keras has its own adapter."""
+    for name in ("grad", "value_and_grad", "vjp"):
+        session.refuse_call(jax, name, what="a policy cannot scale losses inside JAX", fix=_WRITE, unless_by="keras")

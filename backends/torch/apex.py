@@ -113,8 +113,8 @@ TABLE: dict[str, dict[str, Any]] = {
 }
 
 
-def modules(session: object = None) -> dict[str, ModuleType]:
-    """Return the modules of Apex that a program may import, by their names there; `polyamp run` passes its session.
+def modules() -> dict[str, ModuleType]:
+    """Return the modules of Apex that a program may import, by their names there.
 
     >>> modules()["apex.amp"] is amp, modules()["apex.parallel"].SyncBatchNorm
     (True, <class 'torch.nn.modules.batchnorm.SyncBatchNorm'>)

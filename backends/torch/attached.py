@@ -138,16 +138,6 @@ def wrapper_of(optimizer: object) -> LossScaledOptimizer | None:
     return _wrapper(optimizer) if isinstance(optimizer, Attached) else None
 
 
-def detach(optimizer: torch.optim.Optimizer | None) -> None:
-    """Make an attached optimizer a plain one again, with its current groups and state; any other object stays."""
-    wrapper = wrapper_of(optimizer)
-    if wrapper is None:
-        return
-    object.__setattr__(optimizer, "__class__", type(wrapper.inner))
-    vars(optimizer).clear()
-    vars(optimizer).update(vars(wrapper.inner))
-
-
 def _become(optimizer: Any, wrapper: LossScaledOptimizer, kind: Any) -> None:
     plain: Any = type(wrapper.inner)
     object.__setattr__(optimizer, "__class__", _class_of(kind, plain))

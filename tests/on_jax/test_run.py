@@ -10,7 +10,7 @@ import pytest
 
 import polyamp
 from polyamp.backends.jax.run import begin
-from polyamp.run import Session
+from polyamp.run import Refused, Session
 
 LINES = ("polyamp.wrap_optimizer(tx, policy)", "polyamp.value_and_grad(loss_fn, policy)")
 TRAINING = "import jax\nloss, grad = jax.value_and_grad(lambda w: w * w)(3.0)\nprint(f'loss {loss}')\n"
@@ -33,6 +33,6 @@ def test_without_a_policy_it_runs_as_it_is() -> None:
         assert jax.value_and_grad(lambda w: w * w)(3.0) == (9.0, 6.0)
     with Session(polyamp.policy("mixed_float16")) as session:
         begin(session)
-        with pytest.raises(polyamp.errors.UsageError, match=r"polyamp\.value_and_grad"):
+        with pytest.raises(Refused, match=r"polyamp\.value_and_grad"):
             jax.grad(lambda w: w * w)(3.0)
     assert jax.grad(lambda w: w * w)(3.0) == 6.0

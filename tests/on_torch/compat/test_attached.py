@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 import polyamp
 from polyamp.backends.torch import LossScaledOptimizer
-from polyamp.backends.torch.attached import Attached, attach, detach, wrapper_of
+from polyamp.backends.torch.attached import Attached, attach, wrapper_of
 from support.harness_torch import OPTIMIZERS, X, Y, contents
 
 SCALE = polyamp.LossScale(init=1024.0)
@@ -183,22 +183,6 @@ def test_torchs_scaler_around_it_is_refused(fused: bool) -> None:
     with pytest.raises(polyamp.errors.UsageError, match="scales its loss itself"):
         scaler.step(opt)
     assert torch.equal(model.weight, model_of().weight)
-
-
-def test_detached_it_is_plain_again() -> None:
-    model = model_of()
-    opt = torch.optim.Adam(model.parameters(), lr=0.5)
-    wrapper = attach(opt, "mixed_float16", loss_scale=SCALE)
-    train(model, opt, wrapper)
-    state = opt.state
-    detach(opt)
-    assert type(opt) is torch.optim.Adam
-    assert wrapper_of(opt) is None
-    assert opt.state is state
-    del wrapper
-    opt.zero_grad()
-    loss_of(model).backward()
-    opt.step()
 
 
 def test_a_step_that_another_library_replaced_is_still_called() -> None:

@@ -114,7 +114,7 @@ No rule for formats helps where the program itself needs more than 16 bits:
 - A constant that is added to a 16-bit value and removed by a minimum or maximum, as in `(y - min(y)) / (max(y) -
   min(y))`, leaves the roundings of the sum. Differences with means and with other values are computed in float32.
 - Small steps in a Python loop, `y = y + 0.005 * f(y)`, are float32 where a program is rewritten. Under ambient autocast
-  of PyTorch each is lost beside `y` (`polyamp.lint` finds them), and in TensorFlow the gradients of the steps add up in
+  of PyTorch each is lost beside `y`, and in TensorFlow the gradients of the steps add up in
   16 bits. A loop of the framework (`scan`, `while`) carries both in float32.
 - Sums that are normalised later (linear attention over long sequences) are products beyond 65504: divide before.
 - Parameters beyond 65504 in JAX, under `jax.jit` and float16: their numbers are not known when they are cast. One that

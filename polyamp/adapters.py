@@ -43,7 +43,7 @@ from polyamp.trees import named_in, walk
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from polyamp.diagnosis.lint import Facts
+    from polyamp.diagnosis.lint import Holder
     from polyamp.diagnosis.profile import Profiler
     from polyamp.diagnosis.recording import Recording
     from polyamp.plan import Plan
@@ -184,13 +184,13 @@ class Adapter(Protocol):
         ``policy`` None runs it as it is.
         """
 
-    # For a framework that can report facts about a step before it runs.
-    def facts(
+    # For a framework whose steps `polyamp.lint` judges by their plan.
+    def holder(
         self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any
-    ) -> Facts:
-        """Collect the facts that `polyamp.lint` judges. Runs no step and changes nothing.
+    ) -> Holder:
+        """Return what is known about an optimizer, and about the parameters of a step, a loss function or a model.
 
-        ``target`` is a step, a loss function or a model. Without arguments, everything that needs a trace is left out.
+        It runs no step and changes nothing.
         """
 
 

@@ -91,10 +91,27 @@ def terms_of_einsum(equation: str, shapes: Sequence[Sequence[int]]) -> int:
     (1, 5)
     """
     inputs, arrow, output = equation.replace(" ", "").partition("->")
-    names, sizes = inputs.split(","), dict[str, int]()
-    for name, shape in zip(names, shapes, strict=True):
-        first, _, last = name.partition("...")
-        sizes |= dict(zip(first, shape, strict=False)) | dict(zip(last[::-1], shape[::-1], strict=False))
+    sizes = _sizes_of_labels(inputs, shapes)
     kept = output if arrow else [label for label in sizes if inputs.count(label) == 1]
     hidden = 2 if arrow and "..." in inputs and "..." not in output else 1  # at least
     return hidden * math.prod(size for label, size in sizes.items() if label not in kept)
+
+
+def sizes_of_einsum(equation: str, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the rows, terms and columns of an einsum as a product of two matrices.
+
+    >>> sizes_of_einsum("abc,cde->abde", [(2, 5, 8), (8, 3, 4)])
+    (10, 8, 12)
+    """
+    inputs, _, output = equation.replace(" ", "").partition("->")
+    sizes, (one, other) = _sizes_of_labels(inputs, shapes), map(set, inputs.split(","))
+    groups = (one - other, (one & other) - set(output), other - one)
+    return tuple(math.prod(sizes.get(label, 1) for label in labels) for labels in groups)
+
+
+def _sizes_of_labels(inputs: str, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for name, shape in zip(inputs.split(","), shapes, strict=True):
+        first, _, last = name.partition("...")
+        sizes |= dict(zip(first, shape, strict=False)) | dict(zip(last[::-1], shape[::-1], strict=False))
+    return sizes

@@ -284,6 +284,11 @@ def _read(table: str) -> dict[str, Operation]:
 OPERATIONS: dict[str, Operation] = _read(_TABLE)
 
 
+def is_product(name: str) -> bool:
+    """Return whether an operation is work of Tensor Cores."""
+    return name in OPERATIONS and OPERATIONS[name].op_class == "lower"
+
+
 def by_native_name(natives: Mapping[str, str]) -> dict[str, str]:
     """Turn ``{canonical: "native native ..."}``, which is short to write, into ``{native: canonical}``.
 

@@ -32,6 +32,8 @@ class PlannedOperation(NamedTuple):
         bytes_moved: bytes of its inputs and outputs in the formats it runs in, plus the bytes that the casts read and
             write.
         bytes_moved_float32: the same if nothing is cast.
+        sizes: of a product in the forward pass, those that should be a multiple of a tile of Tensor Cores: rows, terms
+            and columns, or the channels of a convolution. Of a softmax in a loss, its classes and rows.
     """
 
     name: str
@@ -45,6 +47,7 @@ class PlannedOperation(NamedTuple):
     bytes_cast: int = 0
     bytes_moved: int = 0
     bytes_moved_float32: int = 0
+    sizes: tuple[int, ...] = ()
 
     def as_dict(self) -> dict[str, str]:
         """Return the decision as JSON values."""
@@ -67,6 +70,7 @@ def planned(
     moved: int = 0,
     moved_float32: int = 0,
     times: int = 1,
+    sizes: tuple[int, ...] = (),
 ) -> PlannedOperation:
     """Return a plan's entry; ``casts`` are the bytes before and after each cast, ``moved`` those of the operation."""
     return PlannedOperation(
@@ -81,7 +85,12 @@ def planned(
         bytes_cast=sum(before for before, _ in casts),
         bytes_moved=moved + sum(map(sum, casts)),
         bytes_moved_float32=moved_float32,
+        sizes=sizes,
     )
+
+
+BY_HAND = "the code casts to "
+"""How the reason for a cast to 16 bits begins that the step's own code makes; the format follows."""
 
 
 class LargestBatch(NamedTuple):

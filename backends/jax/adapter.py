@@ -37,7 +37,7 @@ adapter = AdapterTable(
         "rewrite": rewritten_for,
         "explain": planned,
         "record": "polyamp.backends.jax.recording.record:record",
-        "facts": "polyamp.backends.jax.facts:facts",
+        "holder": "polyamp.backends.jax.recording.holder:holder",
         "profiler": "polyamp.backends.jax.profiling:profiler",
     },
 )

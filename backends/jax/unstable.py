@@ -275,26 +275,6 @@ def conditional_of_optax() -> str:
     return code.co_qualname.partition(".")[0] if is_branch else ""
 
 
-def users_cast(equation: Any) -> str:
-    """Return the function that a program called for a cast: ``astype``, ``array``; empty for a cast that JAX made."""
-    # Only the traceback shows the difference, since JAX's own promotions are the same primitive.
-    traceback = equation.source_info.traceback
-    frames = iter(traceback.frames if traceback and equation.primitive.name == "convert_element_type" else ())
-    asked = ""
-    for frame in frames:
-        name = frame.function_name.rpartition(".")[2].strip("_")
-        if not asked and frame.function_name == "_convert_element_type":
-            asked = "convert_element_type"
-        elif asked and name in ("astype", "array", "convert_element_type"):
-            asked = name
-        elif asked and name not in ("asarray", "call", "meth"):
-            return "" if any(part in frame.file_name for part in _NOT_USERS) else asked
-    return ""
-
-
-_NOT_USERS = ("/jax/_src/", "/jax/numpy/", "/polyamp/backends/", "/backends/jax/")
-
-
 def compiled_programs() -> Iterator[Any]:
     """Yield the HLO module of every compiled program that is loaded."""
     for executable in jax.extend.backend.get_backend().live_executables():

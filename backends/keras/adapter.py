@@ -23,7 +23,7 @@ adapter = AdapterTable(
         "load_loss_scale": load_loss_scale,
         "explain": "polyamp.backends.keras.models:explain",
         "record": "polyamp.backends.keras.models:record",
-        "facts": "polyamp.backends.keras.models:facts",
+        "holder": "polyamp.backends.keras.models:holder",
     },
     instead={
         "rewrite": "rewrite a function that calls the model, or its step: model.train_step = "

@@ -18,18 +18,17 @@ import keras
 from keras import ops
 
 from polyamp.arrays import has_sixteen_bits
-from polyamp.backends.keras.layers import amended, own_policy, remaining_policy, walk
+from polyamp.backends.keras.layers import amended, own_policy, remaining_policy
 from polyamp.backends.keras.native import BACKEND, framework
 from polyamp.backends.keras.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.unstable import build_loss, build_metrics_and_optimizer, variable_path
-from polyamp.diagnosis.lint import Facts, OptimizerState
+from polyamp.diagnosis.lint import Holder, Kind
 from polyamp.diagnosis.recording import Recording
-from polyamp.errors import InvalidTypeError, UsageError, unreported
+from polyamp.errors import InvalidTypeError, UsageError
 from polyamp.flow import AS_WRITTEN
 from polyamp.plan import Plan, PlannedOperation
 from polyamp.policies import Policy
 from polyamp.trees import check_tree
-from polyamp.unscaled import ScaledLosses
 
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function that returns the loss, and its arguments."""
@@ -188,33 +187,18 @@ def _by_layer(operation: PlannedOperation) -> PlannedOperation:
     return operation._replace(reason=_OWN) if is_product else operation
 
 
-def facts(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Facts:
-    """Collect the facts that lint judges; see `polyamp.adapters.Adapter`."""
-    verb = framework().facts
+def holder(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Holder:
+    """Return what lint judges beside a plan; see `polyamp.adapters.Adapter.holder`."""
     if not isinstance(target, keras.Model):
-        found: Facts = verb(target, args, kwargs, policy, optimizer)
-        return found if optimizer is None else replace(found, optimizer=_kind_of(optimizer))
+        found: Holder = framework().holder(target, args, kwargs, policy, optimizer)
+        return found if optimizer is None else found._replace(kind=_kind_of(optimizer))
     chosen = getattr(target, "optimizer", None) if optimizer is None else optimizer
-    known = Facts(BACKEND, policy)
-    losses = chosen.scaler.losses if isinstance(chosen, LossScaledOptimizer) else ScaledLosses()
-    began = losses.now()
-    if args:
-        with unreported():
-            known = verb(*_step_of(target, args, kwargs), {}, remaining_policy(target, policy), None)
-    missed = (f"{type(target).__name__}.train_step",) if losses.were_missed(began) else ()
-    low = [layer for layer in walk(target) if layer.compute_dtype == "float16" and not isinstance(layer, keras.Model)]
-    return replace(
-        known,
-        policy=policy,
-        optimizer=_kind_of(chosen),
-        unscaled=known.unscaled or missed,
-        low_parameters=tuple(one.path for one in target.trainable_variables if has_sixteen_bits(one)),
-        has_masters=isinstance(chosen, LossScaledOptimizer) and chosen.master_weights is not False,
-        layer_policies=tuple((layer.path, layer.dtype_policy.name) for layer in low),
-    )
+    low = tuple(one.path for one in target.trainable_variables if has_sixteen_bits(one))
+    has_masters = isinstance(chosen, LossScaledOptimizer) and chosen.master_weights is not False
+    return Holder("keras", _kind_of(chosen), low, has_masters)
 
 
-def _kind_of(optimizer: Any) -> OptimizerState:
+def _kind_of(optimizer: Any) -> Kind:
     """Return the kind of an optimizer: wrapped by polyamp, scaled by Keras, or plain."""
     if isinstance(optimizer, LossScaledOptimizer):
         return "wrapped"

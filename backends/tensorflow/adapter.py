@@ -31,7 +31,7 @@ adapter = AdapterTable(
         "rewrite": rewrite,
         "explain": explain,
         "record": "polyamp.backends.tensorflow.recording.record:record",
-        "facts": "polyamp.backends.tensorflow.facts:facts",
+        "holder": "polyamp.backends.tensorflow.recording.holder:holder",
         "profiler": "polyamp.backends.tensorflow.profiling:profiler",
     },
 )

@@ -10,10 +10,8 @@ with a limit for unscaled ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -23,27 +21,6 @@ from polyamp.errors import unscaled_loss, warn_once
 from polyamp.without_effect import is_rewritten
 
 _CLIPPING = ("ClipByValue", "Maximum", "Minimum", "L2Loss", "EuclideanNorm")
-
-
-class Misscaled(NamedTuple):
-    """The places in a step where its gradients are not those of a scaled loss, or are clipped."""
-
-    unscaled: list[str]
-    clipped: list[str]
-
-
-_collected: ContextVar[Misscaled | None] = ContextVar("polyamp_tensorflow_misscaled", default=None)
-
-
-@contextmanager
-def collected() -> Iterator[Misscaled]:
-    """Collect what `is_scaled` finds in the steps that are traced inside, instead of reporting it."""
-    found = Misscaled([], [])
-    token = _collected.set(found)
-    try:
-        yield found
-    finally:
-        _collected.reset(token)
 
 
 def is_scaled(grads: Sequence[Any], scale: Any) -> bool | None:
@@ -58,36 +35,30 @@ def is_scaled(grads: Sequence[Any], scale: Any) -> bool | None:
     if tf.executing_eagerly() or tf.distribute.has_strategy() or not isinstance(scale, tf.Variable):
         return None
     last = [tf.convert_to_tensor(values).op for values in values_of(grads)]
-    made, found = closure(last, _makers), _collected.get()
+    made = closure(last, _makers)
     if not any(map(_is_gradient, made)):
         return True if is_rewritten() else None  # they are arguments of the step
     graph = last[0].graph
     handle = graph.capture(scale.handle).op if hasattr(graph, "capture") else scale.op
     if handle in made:
-        _report_clipped(last, found)
+        _report_clipped(last)
         return True
-    if found is not None:
-        found.unscaled.append(_place(last[0]))
-    elif is_rewritten():
+    if is_rewritten():
         fix = "take the gradients of the result of opt.scale_loss(loss) or scaler.scale(loss)"
         raise unscaled_loss(where=_place(last[0]), fix=fix)
-    return found is not None
+    return False
 
 
-def _report_clipped(last: Sequence[Any], found: Misscaled | None) -> None:
+def _report_clipped(last: Sequence[Any]) -> None:
     """Report an operation that clips between the backward pass and these operations."""
     late = closure(last, lambda one: [] if _is_gradient(one) else _makers(one))
     gradients = set(filter(_is_gradient, late))
     after = closure(gradients, lambda one: [op for value in one.outputs for op in value.consumers() if op in late])
     for place in [_place(one) for one in after - gradients if _clips(one)][:1]:
-        if found is not None:
-            found.clipped.append(place)
-        else:
-            warn_once(
-                f"gradients are clipped while they are scaled ({place}): the limit does not include the loss scale. "
-                "Pass max_grad_norm= to polyamp.wrap_optimizer or LossScaler, or clip the result of "
-                "scaler.unscale(grads)."
-            )
+        warn_once(
+            f"gradients are clipped while they are scaled ({place}): the limit does not include the loss scale. "
+            "Pass max_grad_norm= to polyamp.wrap_optimizer or LossScaler, or clip the result of scaler.unscale(grads)."
+        )
 
 
 def _makers(operation: tf.Operation) -> list[tf.Operation]:

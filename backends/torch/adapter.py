@@ -36,7 +36,7 @@ adapter = AdapterTable(
         "explain": "polyamp.backends.torch.graphs.rewrite:planned",
         "fsdp_policy": "polyamp.backends.torch.sharding:fsdp_policy",
         "record": "polyamp.backends.torch.recording.record:record",
-        "facts": "polyamp.backends.torch.facts:facts",
+        "holder": "polyamp.backends.torch.recording.holder:holder",
         "profiler": "polyamp.backends.torch.profiling:profiler",
     },
 )

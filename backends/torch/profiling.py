@@ -22,7 +22,8 @@ from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.operations import canonical
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.tracking import ModuleHooks, Tracker
-from polyamp.diagnosis.profile import Profiler, Timed, Trace, is_product, union
+from polyamp.diagnosis.profile import Profiler, Timed, Trace, union
+from polyamp.operations import is_product
 from polyamp.policies import Policy
 
 _FILE, _MODULE, _UPDATE, _COMPILED = "torch.pt.trace.json", "module: ", "Optimizer.", "Torch-Compiled Region"

@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from polyamp.adapters import find_verb
 from polyamp.diagnosis.lint import ALIGNMENT, odd_sizes
-from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.errors import PolyampError, check_callable, check_count, refuses_unreadable
 from polyamp.flow import AS_WRITTEN
 from polyamp.formats import format_of
-from polyamp.operations import OPERATIONS
+from polyamp.operations import OPERATIONS, is_product
 from polyamp.plan import Plan, PlannedOperation
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
@@ -71,11 +70,6 @@ class Timed(NamedTuple):
             return "memory-bound"
         is_low = bool(self.formats) and all(format_of(one).is_low for one in self.formats)
         return "16-bit products" if is_low else "other compute"
-
-
-def is_product(name: str) -> bool:
-    """Return whether an operation is work of Tensor Cores."""
-    return name in OPERATIONS and OPERATIONS[name].op_class == "lower"
 
 
 class Trace(NamedTuple):
@@ -286,9 +280,9 @@ def profile(
         with profiler.tracing(made):
             slower = profiler.seconds(batch)
         trace = profiler.read(made, runs)
-        plan, odd, unplanned = _plan_of(step, args, kwargs, chosen, backend)
+        plan, unplanned = _plan_of(step, args, kwargs, chosen, backend)
     busy = trace.busy / (slower if trace.device == "cpu" else seconds)
-    work = add_up(trace.operations, runs, seconds / runs, min(busy, 1.0), plan, odd)
+    work = add_up(trace.operations, runs, seconds / runs, min(busy, 1.0), plan)
     return Profile(
         framework=profiler.framework,
         policy=str(chosen or "its own policy"),
@@ -304,9 +298,7 @@ def profile(
     )
 
 
-def add_up(
-    operations: Iterable[Timed], runs: int, seconds: float, busy: float, plan: Plan | None, odd: _Sizes
-) -> tuple[Work, ...]:
+def add_up(operations: Iterable[Timed], runs: int, seconds: float, busy: float, plan: Plan | None) -> tuple[Work, ...]:
     """Return the operations of some runs by kind, name, format and place. They share the busy part of a step."""
     groups = defaultdict[tuple[Kind, str, str, str], list[float]](list)
     for one in operations:
@@ -316,8 +308,10 @@ def add_up(
     total, planned, found = math.fsum(chain(*groups.values())), _by_place(plan), list[Work]()
     for (kind, name, formats, where), each in groups.items():
         part = busy * (math.fsum(each) / total) if total else 0.0
-        why, sizes = _why(kind, name, formats, planned.get(where, [])), odd.get((name, where), ())
-        found.append(Work(kind, name, formats, where, len(each) / runs, part, part * seconds, why, sizes))
+        here = planned.get(where, [])
+        odd = next((odd_sizes(op.sizes) for op in here if op.name == name and is_product(name)), ())
+        why = _why(kind, name, formats, here)
+        found.append(Work(kind, name, formats, where, len(each) / runs, part, part * seconds, why, odd))
     return tuple(sorted(found, key=lambda one: (-one.share, one)))
 
 
@@ -359,24 +353,16 @@ def _why(kind: Kind, name: str, formats: str, here: Sequence[PlannedOperation]) 
 
 def _plan_of(
     step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy | None, backend: str | None
-) -> tuple[Plan | None, _Sizes, str]:
-    """Return the plan of a step as it runs, and the odd sizes of its products; or why there is none."""
-    call, plan, odd = (step, args, kwargs), None, _Sizes()
+) -> tuple[Plan | None, str]:
+    """Return the plan of a step as it runs; or why there is none."""
     try:
-        explains, facts = (find_verb(verb, backend, call, where="profile(step)") for verb in ("explain", "facts"))
         if policy is None and hasattr(type(step), "plan"):  # a rewritten function
-            plan = step.plan
-        else:
-            engine = "autocast" if "engine" in signature(explains).parameters else None  # where that is ambient
-            plan = explain(step, *args, policy=policy, backend=backend, engine=engine, **kwargs)
-        for one in facts(getattr(step, "plain", step), args, kwargs, sixteen_bit(policy), None).products:
-            odd[one.name, _pattern(one.where)] = odd_sizes(one.sizes)
+            return step.plan, ""
+        explains = find_verb("explain", backend, (step, args, kwargs), where="profile(step)")
+        engine = "autocast" if "engine" in signature(explains).parameters else None  # where that is ambient
+        return explain(step, *args, policy=policy, backend=backend, engine=engine, **kwargs), ""
     except PolyampError as error:
-        return plan, odd, str(error).partition("\n")[0]
-    return plan, odd, ""
-
-
-_Sizes = dict[tuple[str, str], tuple[int, ...]]  # of products that are not multiples of 8, by name and place
+        return None, str(error).partition("\n")[0]
 
 
 def _new_folder(parent: str | PathLike[str]) -> Path:

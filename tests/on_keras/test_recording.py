@@ -75,13 +75,12 @@ def test_the_loss_is_that_of_fit() -> None:
         (lambda: keras.optimizers.SGD(loss_scale_factor=4.0), None, 4.0, "native scaler"),
     ],
 )
-def test_scale_and_facts_are_the_optimizers(optimizer: Any, given: float | None, scale: float, state: str) -> None:
+def test_scale_and_kind_are_the_optimizers(optimizer: Any, given: float | None, scale: float, state: str) -> None:
     model = model_with(optimizer(), dtype="mixed_float16")
     recording = recorded(model, scale=given)
     assert (recording.scale, recording.differentiates) == (scale, state != "plain")
-    found = adapter.facts(model, (), {}, F16, None)
-    assert (found.optimizer, found.low_parameters) == (state, ())
-    assert [name.rpartition("/")[2] for name, _ in found.layer_policies] == ["first", "head"]
+    assert adapter.holder(model, (), {}, F16, None).kind == state
+    assert [one.code for one in polyamp.lint(model)] == ["optimizer-not-wrapped"] * (state == "plain")
 
 
 def test_layers_with_policies_run_as_they_say() -> None:
@@ -122,10 +121,10 @@ def test_models_that_cannot_be_recorded(make: Any, args: Any, what: str) -> None
         adapter.record(make(), args, {}, F16, widened=True)
 
 
-def test_facts_of_a_step() -> None:
-    found = adapter.facts(model_with(), (X, Y), {}, F16, None)
-    assert {6, 8} in [set(one.sizes) for one in found.products]
-    assert [(one.classes, one.rows) for one in found.losses] == [(3, 6)]
+def test_a_step_is_judged_by_its_plan() -> None:
+    report = polyamp.lint(model_with("sgd"), X, Y, policy=F16, rows=2**24)
+    assert [one.code for one in report] == ["optimizer-not-wrapped", "stuck-loss"]
+    assert "3 classes" in str(report)
 
 
 # The callback.

@@ -184,25 +184,3 @@ def test_minus_infinity_is_a_legal_value(framework: str) -> None:
     found = polyamp.calibrate(step, [args], "mixed_float16")
     assert found.rules
     assert [one.kind for one in found.after] == ["finite"]
-
-
-INTEGRATED = {"jax": (jnp.tanh, jnp.asarray), "torch": (torch.tanh, torch.tensor), "tensorflow": (tf.tanh, tf.constant)}
-
-
-@pytest.mark.parametrize("framework", INTEGRATED)
-@pytest.mark.parametrize("step", [0.005, 0.5])
-def test_small_steps_in_a_python_loop_are_found_where_the_flow_rule_does_not_decide(
-    framework: str, step: float
-) -> None:
-    tanh, array = INTEGRATED[framework]
-    codes = ["small-steps"] if framework == "torch" and step < 0.5 else []
-
-    def integrated(w: Any, y: Any) -> Any:
-        for _ in range(5):
-            y = y + step * tanh(y @ w)
-            y = y - tanh(y @ w) * step
-        return y
-
-    found = polyamp.lint(integrated, *map(array, (np.eye(8, dtype=np.float32), X[:8, :8])), policy="mixed_float16")
-    assert [one.code for one in found] == codes
-    assert all("test_diagnosis.py" in one.where for one in found)

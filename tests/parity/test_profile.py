@@ -246,11 +246,11 @@ TIMED = st.builds(Timed, *PARTS, is_update=st.booleans())
 @given(st.lists(TIMED), st.floats(0, 1), st.randoms(use_true_random=False))
 def test_each_operation_is_in_one_kind_whatever_their_order(operations, busy, random) -> None:
     """And each is read once: a step of an optimizer that is not fused has thousands."""
-    work = add_up(iter(operations), 1, 1.0, busy, None, {})
+    work = add_up(iter(operations), 1, 1.0, busy, None)
     shares = shares_of(work)
     assert sum(shares.values()) == pytest.approx(1)
     assert all(0 <= part <= 1 for part in shares.values())
     assert shares["host"] == pytest.approx(1 - busy * any(one.seconds for one in operations), abs=1e-9)
     assert Counter(one.kind for one in work for _ in range(int(one.times))) == Counter(one.kind for one in operations)
     random.shuffle(operations)
-    assert add_up(operations, 1, 1.0, busy, None, {}) == work
+    assert add_up(operations, 1, 1.0, busy, None) == work

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -129,16 +128,11 @@ def _user_line(error: BaseException) -> str:
     return found or "the traced function"
 
 
-_PASSING = ("reshape", "squeeze", "broadcast_in_dim", "abs", "neg", "stop_gradient", "convert_element_type", "name")
-
-
-@dataclass(eq=False)
-class Equation:
+class Equation(NamedTuple):
     """An equation anywhere in a program."""
 
     own: Any  # the equation in the jaxpr
     path: str  # its scopes, and those of the equations that hold it
-    sources: Sequence[Equation | None]  # for each input the equation that made it
     is_backward: bool
     times: int  # how often it runs
 
@@ -148,47 +142,15 @@ class Equation:
         name: str = self.own.primitive.name
         return name
 
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of its inputs."""
-        return [tuple(atom.aval.shape) for atom in self.own.invars]
 
-    @property
-    def source(self) -> Equation | None:
-        """The equation that made its first input; equations that only pass a value on are left out."""
-        made = self.sources[0] if self.sources else None
-        return made.source if made is not None and made.name in _PASSING else made
-
-
-def walk(closed: Any) -> Iterator[Equation]:
+def walk(closed: Any, path: str = "", is_backward: bool = False, times: int = 1) -> Iterator[Equation]:
     """Yield all equations; those of an inner program replace the equation that holds it."""
-    return _walk(closed, "", False, 1, {})
-
-
-def _walk(
-    closed: Any, path: str, is_backward: bool, times: int, made: dict[Any, Equation | None]
-) -> Iterator[Equation]:
-    jaxpr, _ = unstable.opened(closed)
-    for own in jaxpr.eqns:
+    for own in unstable.opened(closed)[0].eqns:
         place = "/".join(filter(None, (path, unstable.scopes(own))))
-        sources = [made.get(atom) if unstable.is_variable(atom) else None for atom in own.invars]
         backward = is_backward or "transpose" in unstable.transformations(own)
-        equation = Equation(own, place, sources, backward, times)
         parts = unstable.inner_programs(own)
         if not parts:
-            made.update(dict.fromkeys(own.outvars, equation))
-            yield equation
+            yield Equation(own, place, backward, times)
+        turns = own.params["length"] if own.primitive.name == "scan" else 1
         for part in parts:
-            yield from _walk_inner(part, equation, made)
-
-
-def _walk_inner(part: Any, holder: Equation, made: dict[Any, Any]) -> Iterator[Equation]:
-    """Walk through a part of an equation. Sources are known across its border if its arguments are the equation's."""
-    jaxpr, _ = unstable.opened(part)
-    outer = holder.sources
-    taken = dict(zip(jaxpr.invars, outer, strict=True)) if len(jaxpr.invars) == len(outer) else {}
-    turns = holder.own.params["length"] if holder.name == "scan" else 1
-    yield from _walk(part, holder.path, holder.is_backward, holder.times * turns, taken)
-    if len(jaxpr.outvars) == len(holder.own.outvars):
-        results = zip(holder.own.outvars, jaxpr.outvars, strict=True)
-        made.update({outer: taken.get(inner) for outer, inner in results if unstable.is_variable(inner)})
+            yield from walk(part, place, backward, times * turns)

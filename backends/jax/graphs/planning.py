@@ -23,7 +23,7 @@ from polyamp.backends.jax.graphs.cells import FLOAT32, Cell, is_inexact
 from polyamp.backends.jax.operations import canonical
 from polyamp.flow import AS_WRITTEN, Decision, decide
 from polyamp.formats import FORMATS
-from polyamp.plan import Decider, Plan, PlannedOperation, planned, unused_in
+from polyamp.plan import BY_HAND, Decider, Plan, PlannedOperation, planned, unused_in
 from polyamp.policies import Policy
 
 _MARK = re.compile(r"(?:^|/)polyamp_region_(\d+)")
@@ -74,15 +74,23 @@ class PlanBuilder:
         )
         self.operations.append(
             planned(
-                decision,
+                _by_hand(equation, decision),
                 equation.primitive.name,
                 f"{unstable.without_island(path)} {unstable.source_line(equation)}",
                 casts=[(_bytes(array, before), _bytes(array, to)) for array, before, to in cast],
                 moved=read + written,
                 moved_float32=sum(_bytes(cell.array, cell.declared) for cell in cells) + sum(map(_bytes, outputs)),
                 times=self._times,
+                sizes=_sizes(equation, decision.operation),
             )
         )
+
+
+def _by_hand(equation: Any, decision: Decision) -> Decision:
+    """Return a decision, with the reason if it is a cast to 16 bits in the forward pass."""
+    target = _format([var.aval for var in equation.outvars])
+    is_low = target in ("float16", "bfloat16") and "transpose" not in unstable.transformations(equation)
+    return decision._replace(reason=f"{BY_HAND}{target}") if decision.operation == "cast" and is_low else decision
 
 
 def _bytes(array: Any, dtype: Any = None) -> int:
@@ -187,7 +195,26 @@ def _as_it_is(equation: Equation, in_region: bool) -> PlannedOperation:
         moved=sum(map(_bytes, avals)),
         moved_float32=sum(_bytes_widened(aval) if in_region else _bytes(aval) for aval in avals),
         times=equation.times,
+        sizes=() if equation.is_backward else _sizes(equation.own, decision.operation),
     )
+
+
+def _sizes(equation: Any, name: str) -> tuple[int, ...]:
+    """Return the sizes of a product, or the classes and rows of a loss; see `polyamp.plan.PlannedOperation`."""
+    if name not in ("conv", "matmul", "sum") or "transpose" in unstable.transformations(equation):
+        return ()
+    params, (left, *others) = equation.params, [atom.aval.shape for atom in equation.invars]
+    if name == "conv":
+        out_channels, in_channels, *_ = params["dimension_numbers"].rhs_spec
+        return others[0][in_channels], others[0][out_channels]
+    if name == "matmul":
+        (contracting, _), (batched, _) = params["dimension_numbers"]
+        terms, batch = (math.prod(left[axis] for axis in axes) for axes in (contracting, batched))
+        each = max(terms * batch, 1)
+        return math.prod(left) // each, terms, math.prod(others[0]) // each
+    classes = math.prod(left[axis] for axis in params["axes"])
+    is_loss = unstable.library_function(equation) in ("log_softmax", "logsumexp")
+    return (classes, math.prod(left) // max(classes, 1)) if is_loss else ()
 
 
 def _format(avals: Sequence[Any]) -> str:

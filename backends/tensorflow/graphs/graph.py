@@ -256,7 +256,7 @@ class Places:
         return f"{Path(own[0]).name}:{own[1]}" if own else ""
 
     def is_users(self, name: str) -> bool:
-        """Return whether the user's own code made a node, and not a layer, a loss or an autocast that it called."""
+        """Return whether the user's own code made a node, and not a layer or a loss that it called."""
         # Calls through functions of TensorFlow and ``keras.ops`` count for their caller.
         plain = _folders_of_functions()
         maker = next((frame[0] for frame in self._frames(name) if not frame[0].startswith(plain)), "")

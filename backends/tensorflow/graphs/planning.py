@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -18,11 +19,13 @@ from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Places
 from polyamp.backends.tensorflow.graphs.values import is_number
 from polyamp.backends.tensorflow.graphs.writing import RESULT, Body, Writer
 from polyamp.flow import Decision
-from polyamp.plan import Plan, PlannedOperation, planned
+from polyamp.numbering import sizes_of_einsum
+from polyamp.plan import BY_HAND, Plan, PlannedOperation, planned
 
 One = TypeVar("One")
 UNLISTED = frozenset({"Const", "NoOp", "Placeholder", "VarHandleOp"})
 """Operations that only hold things and compute nothing. A plan does not list them."""
+LOW = {kind.as_datatype_enum: kind.name for kind in (tf.float16, tf.bfloat16)}
 
 
 def plan_of(decisions: Pass, graph: Any) -> Plan:
@@ -66,13 +69,34 @@ class PlanBuilder:
         new_casts, new_anew = _newest(self._body.casts, casts), _newest(self._body.anew, anew)
         again = [(value, FLOAT32) for value in {value for one in new_anew for value in (*one.inputs, *one.outputs)}]
         return planned(
-            decided.decision,
+            self._by_hand(decided),
             node.op,
             self._places.of(self._decisions.scopes.path_of(node), node.name),
             casts=self._bytes_of(new_casts),
             moved=self._size([*inputs, *outputs, *again] if _moves(decided) else again),
             moved_float32=self._moved_float32(decided) if _moves(decided) else 0,
+            sizes=() if node.name in self._decisions.parts.backward else self._sizes(decided),
         )
+
+    def _by_hand(self, decided: TypedNode) -> Decision:
+        """Return the decision about a node, with the reason if it is a cast to 16 bits in the user's own code."""
+        node = decided.node
+        target = LOW.get(node.definition.attr["DstT"].type) if node.op == "Cast" else None
+        if target and node.name not in self._decisions.parts.backward and self._places.is_users(node.name):
+            return decided.decision._replace(reason=f"{BY_HAND}{target}")
+        return decided.decision
+
+    def _sizes(self, decided: TypedNode) -> tuple[int, ...]:
+        """Return the sizes of a product, or the classes and rows of a loss; see `polyamp.plan.PlannedOperation`."""
+        node, name = decided.node, decided.operation
+        shapes = [self._places.shape(self._decisions.graph, value) for value in node.inputs]
+        if name in ("cross_entropy", "log_softmax") and shapes[0]:
+            return shapes[0][-1], math.prod(shapes[0][:-1])
+        if name not in ("matmul", "conv") or len(shapes) < 2 or not (shapes[0] and shapes[1]):
+            return ()
+        if node.op == "Einsum":
+            return sizes_of_einsum(node.definition.attr["equation"].s.decode(), [shapes[0], shapes[1]])
+        return shapes[1][-2:] if name == "conv" else (*shapes[0][-2:], *shapes[1][-2:])
 
     def _moved_float32(self, decided: TypedNode) -> int:
         """Return the bytes that a node moves as it was written, or those of the nodes that it replaces."""

@@ -22,7 +22,7 @@ from polyamp.backends.torch.autocast.regions import DEVICE_TYPES
 from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT, name_of
 from polyamp.backends.torch.graphs.capture import copy_of
-from polyamp.backends.torch.graphs.planning import Block, Memory
+from polyamp.backends.torch.graphs.planning import Block, Memory, sizes_of
 from polyamp.backends.torch.recording.mode import Operator, Watcher, operator_of
 from polyamp.backends.torch.recording.reach import Reach
 from polyamp.backends.torch.recording.record import Run
@@ -192,7 +192,7 @@ class _Explainer(OnFakes):  # type: ignore[no-untyped-call]
         elif op.is_view:
             self._pass_on(given, results)
         else:
-            self._add(operator, given, results)
+            self._add(operator, args, given, results)
 
     def _note_cast(self, made: Tensor, before: int, after: int) -> None:
         block = self.memory.of(made)
@@ -209,7 +209,7 @@ class _Explainer(OnFakes):  # type: ignore[no-untyped-call]
         used = dict.fromkeys(map(self.memory.of, given))
         return [self._casts.pop(block) for block in used if block in self._casts]
 
-    def _add(self, operator: Operator, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    def _add(self, operator: Operator, args: Sequence[Any], given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
         path, format_name = self._tracker.path.replace("/", "."), _format_of(given, results)
         self._seen[operator.name, path] = None
         decision = self._policy.decide(operator.name, path)
@@ -224,6 +224,7 @@ class _Explainer(OnFakes):  # type: ignore[no-untyped-call]
                 casts=self._casts_of(given),
                 moved=_bytes([*given, *results]),
                 moved_float32=_bytes([*given, *results], wide=True),
+                sizes=sizes_of(operator.name, operator.native, args, given, results[0]),
             )
         )
 

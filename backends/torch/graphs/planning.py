@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,12 +17,13 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.utils.checkpoint import checkpoint
 
 from polyamp.backends.torch import unstable
-from polyamp.backends.torch.dtypes import name_of
+from polyamp.backends.torch.dtypes import SIXTEEN_BIT, name_of
 from polyamp.backends.torch.graphs.graph import line_of, native_name, path_of
 from polyamp.backends.torch.graphs.values import Known
 from polyamp.backends.torch.unstable import hint
 from polyamp.flow import Decision
-from polyamp.plan import PlannedOperation, planned
+from polyamp.numbering import sizes_of_einsum
+from polyamp.plan import BY_HAND, PlannedOperation, planned
 
 Casts = Iterable[tuple[Known, torch.dtype]]
 
@@ -30,6 +32,9 @@ def plan_entry(node: Node, decision: Decision, inputs: Sequence[Known], known: K
     """Return a plan's entry for an operation, with the casts that were made for it."""
     cast = {id(source.node): dtype for source, dtype in made}
     read = sum(_bytes(one.fake, cast.get(id(one.node))) for one in inputs)
+    tensors, out = _tensors([one.declared for one in inputs]), next(iter(_tensors(known.declared)), None)
+    if decision.operation == "cast" and out is not None and out.dtype in SIXTEEN_BIT:
+        decision = decision._replace(reason=f"{BY_HAND}{name_of(out.dtype)}")
     return planned(
         decision,
         native_name(node),
@@ -37,7 +42,33 @@ def plan_entry(node: Node, decision: Decision, inputs: Sequence[Known], known: K
         casts=_bytes_of_casts(made),
         moved=read + _bytes(known.fake),
         moved_float32=sum(_bytes(one.declared) for one in inputs) + _bytes(known.declared),
+        sizes=sizes_of(decision.operation, native_name(node), (*node.args, *node.kwargs.values()), tensors, out),
     )
+
+
+def sizes_of(
+    name: str, native: str, args: Sequence[Any], tensors: Sequence[Tensor], out: Tensor | None
+) -> tuple[int, ...]:
+    """Return the sizes of a product, or the classes and rows of a loss; see `polyamp.plan.PlannedOperation`."""
+    is_loss = name in ("log_softmax", "cross_entropy")
+    if not (is_loss or name in ("conv", "matmul", "attention")) or not tensors or out is None:
+        return ()
+    given = tensors if len(tensors) > 1 else [*tensors, *tensors]  # x @ x has one input
+    left, right, *others = (tuple(map(hint, one.shape)) for one in (given[-2:] if "add" in native else given))
+    result = tuple(map(hint, out.shape))
+    if is_loss and left:
+        own = next((one for one in args if type(one) is int), -1)
+        classes = left[own if name == "log_softmax" else min(len(left) - 1, 1)]
+        return classes, math.prod(left) // max(classes, 1)
+    if is_loss or min(len(left), len(right), len(result)) < 2:
+        return ()
+    if name == "conv":
+        axis = 1 - len(right)
+        return left[axis], result[axis]
+    if native == "einsum":
+        return () if others else sizes_of_einsum(args[0], [left, right])
+    rows = math.prod(left[:-1]) if len(right) == 2 else left[-2]
+    return rows, left[-1], right[-2] if name == "attention" else result[-1]
 
 
 def result_entry(known: Known, made: Casts) -> PlannedOperation:
@@ -54,10 +85,13 @@ def _bytes_of_casts(made: Casts) -> list[tuple[int, int]]:
     return [(_bytes(source.fake), _bytes(source.fake, dtype)) for source, dtype in made]
 
 
+def _tensors(fakes: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(fakes) if isinstance(leaf, Tensor)]
+
+
 def _bytes(fakes: Any, dtype: torch.dtype | None = None) -> int:
     """Return the size of tensors, in another dtype if given; symbolic sizes count as in the example."""
-    tensors = [leaf for leaf in pytree.tree_leaves(fakes) if isinstance(leaf, Tensor)]
-    return sum(hint(one.numel()) * (dtype or one.dtype).itemsize for one in tensors)
+    return sum(hint(one.numel()) * (dtype or one.dtype).itemsize for one in _tensors(fakes))
 
 
 @dataclass(eq=False)

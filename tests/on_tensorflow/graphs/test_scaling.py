@@ -91,17 +91,11 @@ def averaged(grads: Any) -> Any:
     return [grad / 2.0 for grad in grads]
 
 
-def codes(loop: Loop) -> list[str]:
-    return [finding.code for finding in polyamp.lint(loop.step, X, policy=F16, backend="tensorflow")]
-
-
 @pytest.mark.parametrize("form", FORMS)
-def test_a_step_whose_loss_nobody_scaled_is_refused_by_rewrite_and_found_by_lint(form: str) -> None:
+def test_a_step_whose_loss_nobody_scaled_is_refused_by_rewrite(form: str) -> None:
     loop = Loop(form, scales=False)
     with pytest.raises(polyamp.errors.UsageError, match=r"was not scaled[\s\S]*test_scaling.py"):
         polyamp.rewrite(loop.step, X, policy=F16, backend="tensorflow")
-    assert "unscaled-loss" in codes(loop)
-    assert not {"unscaled-loss", "clipped-scaled"} & set(codes(Loop(form)))
 
 
 @pytest.mark.filterwarnings("error::polyamp.PolyampWarning")
@@ -110,7 +104,6 @@ def test_a_step_whose_loss_was_scaled_is_not(form: str) -> None:
     loop = Loop(form, change=averaged)
     polyamp.rewrite(loop.step, X, policy=F16, backend="tensorflow")(X)
     assert loop.weight.numpy()[0, 0] < 1.0
-    assert "clipped-scaled" not in codes(loop)
 
 
 @pytest.mark.slow
@@ -123,7 +116,6 @@ def test_a_step_whose_loss_was_scaled_is_not(form: str) -> None:
 )
 def test_clipping_what_is_scaled_is_said(form: str, change: Any) -> None:
     loop = Loop(form, change=change)
-    assert "clipped-scaled" in codes(loop)
     with pytest.warns(polyamp.PolyampWarning, match="clipped while they are scaled.*test_scaling.py"):
         polyamp.rewrite(loop.step, X, policy=F16, backend="tensorflow")
 
@@ -146,8 +138,6 @@ def test_clipping_what_was_unscaled_is_not_mentioned() -> None:
 
     for step in (own, wrapped):
         polyamp.rewrite(step, X, policy=F16, backend="tensorflow")
-        report = polyamp.lint(step, X, policy=F16, backend="tensorflow")
-        assert not {"clipped-scaled", "unscaled-loss"} & {finding.code for finding in report}
 
 
 def test_gradients_that_are_given_are_not_judged() -> None:
@@ -160,5 +150,3 @@ def test_gradients_that_are_given_are_not_judged() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", polyamp.PolyampWarning)
         polyamp.rewrite(step, tf.ones((4, 2)), X, policy=F16)
-    report = polyamp.lint(step, tf.ones((4, 2)), X, policy=F16)
-    assert "unscaled-loss" not in [finding.code for finding in report]

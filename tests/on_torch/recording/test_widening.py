@@ -1,9 +1,8 @@
-"""`facts` of the PyTorch adapter, for `polyamp.lint`, and the code that it shares with `record`."""
+"""What a step can get at, how its tensors are counted, and 16-bit tensors that compute in float32."""
 
 import functools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,149 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import polyamp
-from polyamp.backends.torch import adapter
 from polyamp.backends.torch.recording.mode import spread_of
 from polyamp.backends.torch.recording.reach import Reach
 from polyamp.backends.torch.recording.widening import Widened
-from polyamp.diagnosis.lint import ClassLoss, Facts, Product
 from polyamp.diagnosis.spread import SAMPLE, stride
 from support.diagnosis_cases import count_values
-from support.torch_cases import Block, mlp
 
 X, Y = torch.linspace(-2, 2, 48).reshape(6, 8), torch.tensor([0, 1, 2, 3, 0, 1])
-
-
-def facts(target: Any, *args: Any, optimizer: Any = None, policy: Any = "mixed_float16") -> Facts:
-    return adapter.facts(target, args, {}, polyamp.policy(policy), optimizer)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-# What lint is told.
-
-
-@pytest.mark.parametrize(
-    ("make", "state"),
-    [
-        (lambda model: torch.amp.GradScaler("cpu"), "native scaler"),
-        (lambda model: (sgd(model), torch.amp.GradScaler("cpu", enabled=False)), "plain"),
-        (lambda model: (sgd(model), torch.amp.GradScaler("cpu")), "native scaler"),
-    ],
-)
-def test_what_the_optimizer_is(make: Callable[[nn.Module], Any], state: str) -> None:
-    model = mlp()
-    optimizer = make(model)
-    assert facts(model, optimizer=optimizer).optimizer == state
-    assert facts(lambda: (model(X).float().mean(), optimizer)).optimizer == state
-
-
-def test_parameters_of_16_bits_and_their_masters() -> None:
-    model = polyamp.convert(mlp(), "O2")
-    names = ("0.weight", "0.bias", "2.weight", "2.bias", "5.weight", "5.bias")
-    plain, wrapped = (
-        facts(model, optimizer=optimizer) for optimizer in (None, polyamp.wrap_optimizer(sgd(model), "O2"))
-    )
-    assert plain.low_parameters == names
-    assert (plain.has_masters, wrapped.has_masters) == (False, True)
-    assert facts(mlp()).low_parameters == ()
-
-
-def test_a_model_alone_is_not_run() -> None:
-    found = facts(mlp())
-    assert (found.products, found.losses, found.casts) == ((), (), ())
-
-
-def test_sizes_of_products() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.back = nn.Conv2d(4, 6, 3, groups=2), nn.ConvTranspose2d(6, 5, 3)
-            self.head = nn.Linear(5, 7)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.back(self.conv(x)).mean((2, 3)))
-
-    found = facts(Net(), torch.ones(2, 4, 8, 8))
-    assert found.products == (
-        Product("conv", "conv", "float16", (4, 6)),
-        Product("back", "conv", "float16", (5, 6)),
-        Product("head", "matmul", "float16", (2, 5, 7)),
-    )
-
-
-def test_sizes_of_attention() -> None:
-    sizes = [(one.name, one.sizes) for one in facts(Block(), torch.ones(2, 5, 16)).products]
-    assert ("attention", (5, 8, 5)) in sizes
-
-
-@pytest.mark.parametrize(("reduction", "rows"), [("mean", 6), ("sum", 1), ("none", 6)])
-def test_classes_and_rows_of_a_loss(reduction: str, rows: int) -> None:
-    model = mlp()
-    found = facts(lambda: F.cross_entropy(model(X), Y, reduction=reduction).mean())
-    assert found.losses == (ClassLoss("", 4, rows),)
-
-
-def test_pixels_are_rows() -> None:
-    logits = torch.zeros(2, 3, 4, 5, requires_grad=True)
-    assert facts(lambda: F.cross_entropy(logits, torch.zeros(2, 4, 5, dtype=torch.long))).losses == (
-        ClassLoss("", 3, 40),
-    )
-
-
-class Casting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        low = self.inner(x.half())
-        with torch.autocast("cpu", enabled=False):
-            low.to(torch.bfloat16)  # outside of autocast it is the user's business
-        return low.to(torch.float32).double() + low.detach().cpu()
-
-
-def test_casts_of_the_users_own_are_known_by_their_lines() -> None:
-    model = nn.Sequential(Casting())
-    found = facts(lambda: model(X).mean()).casts
-    assert [(one.native, one.format) for one in found] == [("Tensor.half", "float16"), ("Tensor.to", "float32")]
-    assert all(one.where.startswith(f"0 {Path(__file__).name}:") and one.where.endswith("(forward)") for one in found)
-
-
-def test_autocasts_casts_are_not_the_users() -> None:
-    model = mlp()
-    policy = polyamp.policy("mixed_float16")
-    assert facts(lambda: F.cross_entropy(policy.cast_to_output(model(X)), Y)).casts == ()
-    assert (
-        facts(lambda: sum(X.to(y.dtype).mean() + X.to(y).mean() + X.type_as(y).mean() for y in [model(X)])).casts == ()
-    )
-
-
-def test_a_training_step_is_looked_at_up_to_its_update_and_undone() -> None:
-    model = mlp()
-    optimizer = sgd(model)
-    before = [param.tolist() for param in model.parameters()]
-
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(X), Y).backward()
-        optimizer.step()
-
-    found = facts(step)
-    assert (found.optimizer, len(found.products), len(found.losses)) == ("plain", 3, 1)
-    assert [param.tolist() for param in model.parameters()] == before
-    assert {param.grad for param in model.parameters()} == {None}
-
-
-def test_lint_reads_them() -> None:
-    model = nn.Linear(8, 50_257)
-    many = torch.zeros(6, dtype=torch.long)
-    found = polyamp.lint(
-        lambda: F.cross_entropy(model(X), many), policy="mixed_float16", optimizer=sgd(model), rows=2**15
-    )
-    assert {"optimizer-not-wrapped", "stuck-loss"} <= {one.code for one in found.errors}
-    assert "unaligned" in {one.code for one in found.notes}
 
 
 # What a step can get at.

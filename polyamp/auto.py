@@ -11,7 +11,6 @@ from polyamp import adapters
 from polyamp.selftest import FAST, kept_result, right_formats
 
 _POLICIES = {"bfloat16": "mixed_bfloat16", "float16": "mixed_float16"}
-_MEASURE = "polyamp doctor --test measures it"
 
 _log = logging.getLogger(__name__)
 _chosen: dict[tuple[str, ...], str] = {}  # by the names of the loaded adapters
@@ -33,34 +32,29 @@ def choose(loaded: Iterable[Any]) -> tuple[str, str]:
 
     float16 is chosen instead of bfloat16 only if it is clearly faster, because it needs a loss scale.
     """
-    described = [(adapter, adapter.describe()) for adapter in loaded]
-    found = [_over_ranks(adapter, *_speeds(adapter.name, one)) for adapter, one in described if one["devices"]]
+    found = [_speeds(adapter, one) for adapter in loaded if (one := adapter.describe())["devices"]]
     if not found:
         return "float32", "no framework is loaded; import yours first"
-    least = {name: min(speeds[name] for speeds, _ in found) for name in _POLICIES}
+    least = {name: min(speeds[place] for speeds, _ in found) for place, name in enumerate(_POLICIES)}
     scores = {name: speed / (FAST if name == "float16" else 1) for name, speed in least.items() if speed >= FAST}
-    best = max(scores, key=scores.__getitem__, default=None)
-    return ("float32" if best is None else _POLICIES[best]), "; ".join(why for _, why in found)
+    best = max(scores, key=scores.__getitem__, default="")
+    return _POLICIES.get(best, "float32"), "; ".join(why for _, why in found)
 
 
-def _over_ranks(adapter: Any, speeds: Mapping[str, float], why: str) -> tuple[dict[str, float], str]:
-    """Return the least speed of each format on any rank, so that all ranks choose the same, and why."""
+def _speeds(adapter: Any, described: Mapping[str, Any]) -> tuple[list[float], str]:
+    """Return the speed of each format on a framework's current device, 0 if it is not right, and how that is known.
+
+    It is the least of all ranks, so that they choose the same.
+    """
+    device, kept = described["devices"][described.get("current", 0)], kept_result(adapter.name, described)
+    if kept is None:
+        speeds = {name: math.inf for name in _POLICIES if name in device["fast"]}
+        how = f"has units for {', '.join(speeds) or 'no 16-bit format'}, untested: polyamp doctor --test measures it"
+    else:
+        right = right_formats(kept["devices"][device["name"]])
+        speeds = {name: math.sqrt(math.prod(right[name].values())) for name in _POLICIES if name in right}
+        shown = ", ".join(f"{name} {speed:.2g}" for name, speed in speeds.items())
+        how = f"by its self-test, right and times float32's speed: {shown or 'nothing'}"
     own = [speeds.get(name, 0.0) for name in _POLICIES]
     least = adapter.least_over_ranks(own) if hasattr(adapter, "least_over_ranks") else own
-    slower = [name for name, one, other in zip(_POLICIES, least, own, strict=True) if one < other * (1 - 1e-6)]
-    if slower:  # by more than the rounding to float32, which ranks exchange
-        why += f"; slower, or not right, on another rank: {', '.join(slower)}"
-    return dict(zip(_POLICIES, least, strict=True)), why
-
-
-def _speeds(name: str, described: Mapping[str, Any]) -> tuple[dict[str, float], str]:
-    """Return the speed of each format that is right on a framework's current device, and how that is known."""
-    device, kept = described["devices"][described.get("current", 0)], kept_result(name, described)
-    if kept is None:
-        fast = [one for one in _POLICIES if one in device["fast"]]
-        units = f"has units for {', '.join(fast) or 'no 16-bit format'}"
-        return dict.fromkeys(fast, math.inf), f"{name} {device['name']} {units}, untested: {_MEASURE}"
-    right = right_formats(kept["devices"][device["name"]])
-    speeds = {one: math.sqrt(right[one]["matmul"] * right[one]["conv"]) for one in _POLICIES if one in right}
-    shown = ", ".join(f"{one} {speed:.2g}" for one, speed in speeds.items())
-    return speeds, f"{name} {device['name']} by its self-test, right and times float32's speed: {shown or 'nothing'}"
+    return least, f"{adapter.name} {device['name']} {how}"

@@ -156,9 +156,9 @@ def rows_of_test(name: str, test: dict[str, Any]) -> list[list[str]]:
 
 
 def _cell(finding: dict[str, Any]) -> str:
-    """Return a verdict, and how many times as fast as float32 it is for sizes that are aligned and that are not."""
-    speeds = list(finding["speed"].values())
-    if finding["format"] == "float32" or not speeds:
-        return str(finding["verdict"])
-    word = "fast " if speeds[0] >= selftest.FAST else "slow " if speeds[0] <= selftest.SLOW else ""
-    return f"{finding['verdict']}, {word}{', '.join(f'{speed:g}' for speed in speeds)}"
+    """Return a verdict, and how many times as fast as float32 it is."""
+    verdict, speed = str(finding["verdict"]), finding["speed"]
+    if finding["format"] == "float32" or speed is None:
+        return verdict
+    word = "fast " if speed >= selftest.FAST else "slow " if speed <= selftest.SLOW else ""
+    return f"{verdict}, {word}{speed:g}"

@@ -22,7 +22,7 @@ def kept(*wrong: str, **speeds: float) -> dict[str, Any]:
             "operation": operation,
             "format": format_name,
             "verdict": "wrong" if format_name == "float16" and operation in wrong else "right",
-            "speed": {"aligned": speed, "unaligned": speed},
+            "speed": speed,
         }
         for operation in ("matmul", "conv", "sum")
         for format_name, speed in {"float32": 1.0, **speeds}.items()

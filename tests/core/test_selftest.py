@@ -41,8 +41,7 @@ def test_a_product_that_adds_in_16_bits_is_named(format_name: str) -> None:
     broken = Broken(numpy_trial, "matmul", format_name, added_in(DTYPES[format_name]))
     found = check(broken, "matmul", format_name)
     assert found["verdict"] == "wrong"
-    assert found["why"].startswith("adds in 16 bits: error ")
-    assert "at depth 16" in found["why"]
+    assert found["why"].startswith("error ")
     assert "at depth 409" in found["why"]  # 4096, or 4093
 
 
@@ -52,23 +51,19 @@ def test_a_sum_that_adds_in_16_bits_is_named(format_name: str) -> None:
         return added_in(DTYPES[format_name])(result[:, None], values, np.ones((values.shape[1], 1)))[:, 0]
 
     found = check(Broken(numpy_trial, "sum", format_name, add), "sum", format_name)
-    assert (found["verdict"], found["why"].partition(":")[0]) == ("wrong", "adds in 16 bits")
+    assert (found["verdict"], found["why"].split()[0]) == ("wrong", "error")
 
 
-def test_a_wrong_result_at_every_depth_is_an_error_beyond_rounding() -> None:
-    broken = Broken(numpy_trial, "softmax", "bfloat16", lambda result, values: 1.1 * result)
-    found = check(broken, "softmax", "bfloat16")
-    assert (found["verdict"], found["why"].partition(":")[0]) == ("wrong", "an error beyond rounding")
+def test_an_error_beyond_rounding_is_named() -> None:
+    broken = Broken(numpy_trial, "sum", "bfloat16", lambda result, values: 1.1 * result)
+    found = check(broken, "sum", "bfloat16")
+    assert (found["verdict"], found["why"].split()[0]) == ("wrong", "error")
     assert found["error"] == pytest.approx(0.1, rel=0.1)
 
 
-@pytest.mark.parametrize(("bits", "named"), [(10, "tensorfloat32"), (7, "bfloat16")])
-def test_a_float32_product_with_the_error_of_another_format_is_right_and_named(bits: int, named: str) -> None:
-    broken = Broken(numpy_trial, "matmul", "float32", with_rounded_inputs(bits))
-    found = check(broken, "matmul", "float32")
-    assert (found["verdict"], found["why"].partition(":")[0]) == ("right", f"with the error of {named}")
-    (note,) = selftest.notes_on({"name": "cpu", "fast": []}, [found])
-    assert f"matmul in float32 is right, with the error of {named}" in note
+def test_a_float32_product_in_tensorfloat32_is_right() -> None:
+    broken = Broken(numpy_trial, "matmul", "float32", with_rounded_inputs(10))
+    assert check(broken, "matmul", "float32")["verdict"] == "right"
 
 
 @pytest.mark.parametrize(("format_name", "verdict"), [("float16", "not supported"), ("float32", "wrong")])
@@ -76,15 +71,20 @@ def test_what_a_framework_refuses_is_not_supported(format_name: str, verdict: st
     def refuse(*arguments: object) -> Any:
         raise NotImplementedError("no kernel for 'Half'\nand more")
 
-    found = check(refuse, "attention", format_name)
+    found = check(refuse, "conv", format_name)
     assert (found["verdict"], found["why"]) == (verdict, "NotImplementedError: no kernel for 'Half'")
 
 
-def test_a_slow_format_is_named() -> None:
-    found = selftest.examine(slower(numpy_trial, "matmul", "float16"), "cpu", operations=["matmul"])
+def examine(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    monkeypatch.setattr(selftest, "OPERATIONS", {"matmul": selftest.OPERATIONS["matmul"]})
+    return selftest.examine(trial, "cpu", lambda text: None)
+
+
+def test_a_slow_format_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = examine(slower(numpy_trial, "matmul", "float16"), monkeypatch)
     speeds = {one["format"]: one["speed"] for one in found}
-    assert speeds["float32"] == {"aligned": 1.0, "unaligned": 1.0}
-    assert max(speeds["float16"].values()) < 0.5
+    assert speeds["float32"] == 1.0
+    assert speeds["float16"] < 0.5
     for fast, says in (
         (["float16"], "the device reports units for float16, but matmul in float16 runs at"),
         ([], "no units for float16"),
@@ -92,22 +92,14 @@ def test_a_slow_format_is_named() -> None:
         assert any(says in note for note in selftest.notes_on({"name": "cpu", "fast": fast}, found))
 
 
-def test_devices_that_others_reported_are_named_with_the_report() -> None:
-    for name in ("cuda:0 NVIDIA GeForce GTX 1660 Ti", "cuda:0 Quadro T1000"):
-        (note,) = selftest.notes_on({"name": name, "fast": []}, [])
-        assert "NaN" in note
-        assert "https://github.com/" in note
-    assert selftest.notes_on({"name": "cuda:0 NVIDIA GeForce RTX 2080 Ti", "fast": []}, []) == []
-
-
 def finding(operation: str, format_name: str, verdict: str = "right", speed: float = 1.0) -> dict[str, Any]:
-    return {"operation": operation, "format": format_name, "verdict": verdict, "speed": {"aligned": speed}}
+    return {"operation": operation, "format": format_name, "verdict": verdict, "speed": speed}
 
 
 def test_right_formats_have_right_products_and_convolutions_and_nothing_wrong() -> None:
     found = [
         *(finding(name, format_name) for name in ("matmul", "conv") for format_name in selftest.TESTED),
-        finding("attention", "float16", "not supported"),
+        finding("sum", "float16", "not supported"),
         finding("sum", "bfloat16", "wrong"),
     ]
     assert selftest.right_formats(found).keys() == {"float32", "float16"}
@@ -124,7 +116,7 @@ def test_a_quick_operation_runs_many_times_between_two_waits(monkeypatch: pytest
         result, run = numpy_trial(*arguments)
         return result, lambda times: turns.append(times) or run(1)
 
-    selftest.examine(trial, "cpu", operations=["matmul"])
+    examine(trial, monkeypatch)
     assert turns[0] == 1
     assert turns[-1] >= 2
 
@@ -223,7 +215,7 @@ adapter = AdapterTable("mine", {{}}, owns=complex, verbs={{"describe": lambda: d
 """
 COMMAND = """
 import polyamp.doctor, polyamp.selftest
-polyamp.doctor._LIMIT, polyamp.selftest.WIDTHS, polyamp.selftest.DEPTHS = {limit}, (64,), (16, 256, 253)
+polyamp.doctor._LIMIT, polyamp.selftest.WIDTHS, polyamp.selftest.DEPTHS = {limit}, (64,), (256, 253)
 from polyamp.cli import main
 main()
 """

@@ -303,13 +303,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """
         if LISTENERS:
             update_begins()
-        try:
-            if self.witness.is_unscaled and not self.witness.has_more:
-                raise refusals.unscaled_already(where="unscale_()", fix="call it once after the last backward()")
-            self._unscale_now(scaled)
-        except Exception:
-            self.tell_peers()
-            raise
+        self._unscale_now(scaled, again=False)
 
     @not_traced
     def clip_grad_norm_(self, max_norm: float, *, scaled: bool | None = None) -> Tensor:
@@ -329,11 +323,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         refusals.check_norm(max_norm)
         if LISTENERS:
             update_begins()
-        try:
-            gradients = self._unscale_now(scaled)
-        except Exception:
-            self.tell_peers()
-            raise
+        gradients = self._unscale_now(scaled)
         norm = gradients.clip(max_norm)
         if self.masters is not None:
             self.masters.are_clipped = True
@@ -378,16 +368,22 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             report_policy(self, ALIVE)
         return result
 
-    def _unscale_now(self, scaled: bool | None) -> Gradients:
-        scaling = self.scaling_of_gradients(scaled)
-        gradients = self._take(remember=True)
-        if scaling is None:
-            return gradients
-        checks = scaling.scaler.settings.check or self.checks
-        if not self.witness.is_unscaled:
-            self._note(self._unscale(gradients, scaling, checks=checks), scaling)
-        elif checks and self.witness.contributors:
-            self._note(gradients.test(), scaling)
+    def _unscale_now(self, scaled: bool | None, *, again: bool = True) -> Gradients:
+        try:
+            if self.witness.is_unscaled and not (again or self.witness.has_more):
+                raise refusals.unscaled_already(where="unscale_()", fix="call it once after the last backward()")
+            scaling = self.scaling_of_gradients(scaled)
+            gradients = self._take(remember=True)
+            if scaling is None:
+                return gradients
+            checks = scaling.scaler.settings.check or self.checks
+            if not self.witness.is_unscaled:
+                self._note(self._unscale(gradients, scaling, checks=checks), scaling)
+            elif checks and self.witness.contributors:
+                self._note(gradients.test(), scaling)
+        except Exception:
+            self.tell_peers()
+            raise
         self.witness.accept_unscaling()
         return gradients
 

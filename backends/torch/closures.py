@@ -97,7 +97,7 @@ def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled:
 def _has_gradients(optimizer: LossScaledOptimizer) -> bool:
     """Return whether a scaled loss has already produced gradients for this step."""
     witness = optimizer.witness
-    made = witness.scaling is not None and witness.from_last_step is None
+    made = witness.scaling is not None and not witness.from_last_step
     return made and optimizer.first_with_gradient() is not None
 
 

@@ -338,7 +338,8 @@ class Witness:
         self.scaling: Scaling | None = None  # of the gradients; None if there are none, or nothing is known
         self.model_scaling: Scaling | None = None  # of the model's own gradients, if masters have the unscaled ones
         self.contributors: list[LossScaler] = []  # whose losses added to the gradients since they were tested
-        self.from_last_step: Gradient | None = None  # the first gradient that the last step left
+        # What the last step left: the first gradient, and all once a pass began beside them.
+        self.from_last_step: list[Gradient] = []
         self.shared: list[tuple[Gradient, Scaling | None]] = []  # gradients of others that it changed; None: it clips
         self.is_unscaled = False  # by `unscale_`, before the step
         self._has_more = False  # whether a pass added to unscaled gradients
@@ -368,7 +369,7 @@ class Witness:
         param = None if owner is None else owner.first_with_gradient()
         if param is not None:
             # masters leave the model's gradients multiplied as they were
-            self.scaling, self.from_last_step = model_scaling or scaling, Gradient.of(param)
+            self.scaling, self.from_last_step = model_scaling or scaling, [Gradient.of(param)]
             masters = None if owner is None else owner.masters
             if owner is not None and masters is not None and masters.have_taken and not owner.checks:
                 # nothing is refused, so the next step may use them again, with all that masters changed
@@ -393,14 +394,14 @@ class Witness:
     @property
     def is_consumed(self) -> bool:
         """Whether the gradients are those that the last step left."""
-        return self.from_last_step is not None and self.from_last_step.is_untouched()
+        return any(map(Gradient.is_untouched, self.from_last_step))
 
     @property
     def are_scaled(self) -> bool:
         """Whether the gradients are multiplied by another factor than 1, as far as this is known."""
-        # Where the hooks missed the gradients, they are of the last loss of this optimizer.
-        own = [] if self.scaling is not None else [one.scaling for one in self._own_passes()]
-        scaling = own[-1] if own else self.scaling
+        scaling = self.scaling
+        if scaling is None:  # the hooks missed the gradients: they are by hand, or of this optimizer's last loss
+            scaling = next(reversed(self._scalings_by_hand() or [one.scaling for one in self._own_passes()]), None)
         if scaling is None or scaling.factor == 1.0 or self.is_consumed or not scaling.scaler.multiplies:
             return False
         return self._first_with_gradient() is not None
@@ -435,7 +436,7 @@ class Witness:
         if masters and not self.is_unscaled:
             self.model_scaling = self.scaling
         self.scaling, self.contributors = Scaling(scaler, 1.0), []
-        self.is_unscaled, self._has_more, self.from_last_step = True, False, None
+        self.is_unscaled, self._has_more, self.from_last_step = True, False, []
         if len(_WITNESSES) > 1:
             self._share()
 
@@ -448,12 +449,12 @@ class Witness:
         if declared is not None:
             self.scaling = Scaling(own, own.state.scale if declared else 1.0)
             return self.scaling
-        is_left = self.from_last_step is not None and self.from_last_step.is_there()
+        is_left = any(map(Gradient.is_there, self.from_last_step))
         if own.settings.check and ("left" in self._faults or is_left):
             raise not_cleared()
         if "mixed" in self._faults or (self._partly_scaled and any(one.is_there() for one in self._partly_scaled)):
             raise mixed()
-        if self.from_last_step is not None and not is_left:
+        if self.from_last_step and not is_left:
             self.scaling = None
         has_unscaled = "unscaled" in self._faults
         if has_unscaled and (own.multiplies or not (self.scaling is None or self.scaling.factor == 1.0)):
@@ -490,8 +491,10 @@ class Witness:
 
     def _unobserved_scalings(self) -> list[Scaling]:
         """Return the scalings that gradients may have that no hook has seen."""
-        found = [one.scaling for one in self._added_by_hand() if one.scaling is not None]
-        return found or PASSES.since(self._opened_at)
+        return self._scalings_by_hand() or PASSES.since(self._opened_at)
+
+    def _scalings_by_hand(self) -> list[Scaling]:
+        return [one.scaling for one in self._added_by_hand() if one.scaling is not None]
 
     def prepare_for(self, begun: Pass, unscaled: Set[int]) -> None:
         """Prepare for a pass that may add to the gradients, and reaches leaves with these ids without a scale."""
@@ -513,8 +516,9 @@ class Witness:
             return
         if self._starts_afresh(begun):
             return
-        if owner.checks and self.from_last_step is not None:
+        if owner.checks and self.from_last_step:
             self._pass_onto_old = begun.task
+            self._keep_all_left()
         else:
             self._bring(begun, other)
 
@@ -537,22 +541,27 @@ class Witness:
     def _starts_afresh(self, begun: Pass) -> bool:
         """Open another window if the gradients were cleared, so that a pass may have another scale than they had."""
         own, left = self.scaling, self.from_last_step
-        if own is None or (left is None and begun.scaling is not None and own.is_like(begun.scaling)):
+        if own is None or (not left and begun.scaling is not None and own.is_like(begun.scaling)):
             return False
-        is_cleared = left is not None and not (left.is_untouched() or self._is_filled())
+        is_cleared = bool(left) and not (self.is_consumed or self._is_filled())
         if not is_cleared and self._first_with_gradient() is not None:
             return False
         self.open()
         self._opened_at = begun.entry.number - 1
         return True
 
+    def _keep_all_left(self) -> None:
+        """Look for all gradients that the last step left, since others are about to be added."""
+        self.from_last_step = [Gradient.of(param) for param in self._parameters() if param.grad is not None]
+
     def _note_by_hand(self, begun: Pass) -> None:
         """Note the parameters by which a pass differentiates, to return the result."""
-        owner = self._owner()
+        owner, given = self._owner(), {*map(id, begun.call.inputs)}
+        begun.entry.has_arrived |= not given.isdisjoint(map(id, self._parameters()))
         if owner is None or begun.call.create_graph:  # that of a penalty, which is part of a loss
             return
-        self._starts_afresh(begun)
-        given = {*map(id, begun.call.inputs)}
+        if not self._starts_afresh(begun) and self.from_last_step:
+            self._keep_all_left()
         models = {} if owner.masters is None else owner.masters.models
         for group in owner.inner.param_groups:
             for param in group["params"]:
@@ -652,7 +661,7 @@ class Witness:
             self._faults.add("mixed")
         else:
             self._note_scaled_loss(scaling, is_marked=begun is not None)
-        self.from_last_step, self._pass_onto_old = None, -1
+        self.from_last_step, self._pass_onto_old = [], -1
         if begun is None or begun.task != task:
             # after other callbacks, as in `Pass`
             until_backward_ends(partial(until_backward_ends, self.accept_writes))
@@ -686,7 +695,7 @@ class Witness:
 
     def _note_scaled_loss(self, scaling: Scaling, *, is_marked: bool = True) -> None:
         """Note a loss that added to the gradients; if it was not finite, the step is skipped, whatever they are."""
-        if self.scaling is None or not (is_marked or self.from_last_step is None):
+        if self.scaling is None or (self.from_last_step and not is_marked):
             self.scaling = scaling
         elif not (is_marked or self.scaling.is_like(scaling)):
             self._faults.add("mixed")
@@ -699,19 +708,20 @@ class Witness:
         owner = self._owner()
         if owner is not None and is_new:  # somebody set the gradients to None
             owner.findings.forget_cleared(filled=False)
-        if self.from_last_step is not None:
-            self.scaling = None
-            if self.from_last_step.has_grown(by=param):
-                self._faults.add("left")
         own = [one.scaling for one in self._own_passes() if not one.has_arrived]
-        is_first = not (self.contributors or "unscaled" in self._faults or self.is_unscaled) and self._is_wide
+        if self.from_last_step:
+            self.scaling = None
+            if any(one.has_grown(by=param) or (own and one.is_there()) for one in self.from_last_step):
+                self._faults.add("left")
+        is_first = self.scaling is None and "unscaled" not in self._faults
         if own and (is_first or (self._continues and self.scaling is not None and self.scaling.is_like(own[-1]))):
             # The optimizer's own loss reached no parameters: gradients are cached at a model's representations.
-            self.scaling, self._stays_wide, self._continues = own[-1], True, True
+            self.scaling, self._continues = own[-1], True
+            self._is_wide = self._stays_wide = True  # from the next window on
             self._note_scaled_loss(own[-1])
             return
         model = self.model_scaling if self.model_scaling is not None else self.scaling
-        if not (self.is_unscaled and model is not None and model.factor == 1.0):
+        if own or not (self.is_unscaled and model is not None and model.factor == 1.0):
             self._faults.add("unscaled")
 
     def _first_with_gradient(self) -> Tensor | None:

@@ -615,6 +615,7 @@ class Steps(RuleBasedStateMachine):
     def write(self, place: int, form: str) -> None:
         self._run(form.format(self.names[place % len(self.names)]))
 
+    @precondition(lambda self: not self.pending)  # else plain PyTorch has no gradient for what is frozen in between
     @rule(place=st.integers(0, 6), on=st.booleans())
     def freeze(self, place: int, on: bool) -> None:
         self._run(f"{self.names[place % len(self.names)]}.requires_grad_({not on})")

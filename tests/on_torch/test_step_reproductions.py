@@ -40,6 +40,14 @@ def train(opt: Any, loss: torch.Tensor, **options: Any) -> None:
     opt.zero_grad()
 
 
+def continue_from(opt: Any, *losses: Any) -> None:
+    """Differentiate losses from representations whose gradients were cached."""
+    cached = torch.ones((), requires_grad=True)
+    opt.backward(cached)
+    for loss in losses:
+        loss.backward(cached.grad)
+
+
 # --- losses that reach parameters of several optimizers ---------------------------------------------------------------
 
 
@@ -642,6 +650,31 @@ def sets_by_hand_and_adds_a_loss_of_another_scale(wrap: Any, p: Any, q: Any) -> 
     opt.step()
 
 
+@right_or_refused
+def sets_by_hand_and_adds_an_unscaled_loss(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    p.grad = hand(opt, S(p), p)
+    S(p).backward()
+    opt.step()
+
+
+@right_or_refused
+def only_looks_at_gradients_by_hand_and_differentiates_an_unscaled_loss(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    for create_graph in (False, True):
+        torch.autograd.grad(opt.scale(S(p)), p, create_graph=create_graph)
+        S(p).backward()
+        opt.step()
+
+
+@right_or_refused
+def clips_by_torch_what_it_set_by_hand_from_the_loss_of_a_partner(wrap: Any, p: Any, q: Any) -> None:
+    a, b = wrap([sgd(p), sgd(q)])
+    p.grad = hand(b, S(p), p)
+    nn.utils.clip_grad_norm_(trained(a), 1.0)
+    a.step()
+
+
 @right
 def sets_by_hand_after_clearing(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p), loss_scale=GROWS)
@@ -702,6 +735,17 @@ def caches_representations_in_three_chunks(wrap: Any, p: Any, q: Any, r: Any) ->
             S(param).backward(hidden[0].grad)
         opt.step()
         opt.zero_grad()
+
+
+@right
+def caches_representations_after_it_trained(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q))
+    for _ in range(2):
+        train(opt, S(p) + S(q))
+        for losses in ((S(p), S(q)), (S(q), S(p)), (S(q),)):
+            continue_from(opt, *losses)
+            opt.step()
+            opt.zero_grad()
 
 
 @right
@@ -774,6 +818,77 @@ def scales_onto_the_gradients_of_a_closure(wrap: Any, p: Any) -> None:
 
     opt.step(closure)
     opt.scale(S(p)).backward()
+    opt.step()
+
+
+@right_or_refused
+def caches_representations_beside_gradients_that_the_last_step_left(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q))
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    opt.step(scaled=False)
+    nn.utils.clip_grad_norm_([p, q], 1.0)
+    continue_from(opt, S(p))
+    opt.step()
+
+
+@right_or_refused
+def caches_representations_beside_a_later_gradient_that_the_last_step_left(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q))
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    opt.step(scaled=False)
+    p.grad = None
+    continue_from(opt, S(p))
+    opt.step()
+
+
+@right_or_refused
+def caches_representations_and_changes_the_gradients_that_the_last_step_left(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q))
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    opt.step(scaled=False)
+    cached = torch.ones((), requires_grad=True)
+    opt.backward(cached)
+    p.grad.mul_(0.5)
+    S(p).backward(cached.grad)
+    opt.step()
+
+
+@right_or_refused
+def caches_representations_beside_gradients_of_anothers_loss(wrap: Any, p: Any, q: Any) -> None:
+    a, b = wrap(sgd(p), loss_scale=8.0), wrap(sgd(q), loss_scale=2.0)
+    a.backward(S(p) - S(q))
+    continue_from(b, S(q))
+    b.step()
+
+
+@right_or_refused
+def caches_representations_beside_unscaled_gradients(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.unscale_()
+    continue_from(opt, S(p))
+    opt.step()
+
+
+@right_or_refused
+def adds_by_hand_to_the_first_gradient_of_the_last_step_only(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q))
+    opt.backward(S(p) + S(q))
+    opt.step()
+    grad = hand(opt, S(p), p)
+    p.grad = p.grad + grad
+    opt.step()
+
+
+@right_or_refused
+def differentiates_a_loss_of_others_beside_a_later_gradient_that_the_last_step_left(
+    wrap: Any, p: Any, q: Any, r: Any
+) -> None:
+    opt = wrap(sgd(p, q))
+    opt.backward(S(p) + S(q))
+    opt.step()
+    p.grad = None
+    opt.backward(S(r))
     opt.step()
 
 

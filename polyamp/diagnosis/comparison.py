@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from polyamp.diagnosis.equivalence import FEWEST_TO_AGREE, Difference, alpha_at, paired, seeds_to_tell, unpaired
+from polyamp.diagnosis.equivalence import FEWEST_TO_AGREE, Difference, alpha_at, paired, seeds_to_tell
 from polyamp.errors import refuses_unreadable
 from polyamp.report import Report, figure_for, finite, plural, save_figure
 
@@ -51,7 +51,6 @@ class Question:
     seeds: int = 10  # the seeds that are trained if no earlier look decides
     alpha: float = 0.05  # chance of a wrong verdict, for each comparison
     stop_early: bool = True
-    is_paired: bool = True  # whether the runs at the same place share weights and order of data
 
     def mean(self, runs: Sequence[Run]) -> float:
         """Return the mean of the metric; NaN of no run, inf or NaN if a run diverged."""
@@ -113,9 +112,9 @@ class Comparison:
         """The mean difference from float32 with its interval; None with fewer than two seeds or after divergence."""
         asked = self.question
         values, reference = ([run.value(asked.metric) for run in runs] for runs in (self.runs, self.reference))
-        if min(len(values), len(reference)) < 2 or not all(map(math.isfinite, values + reference)):
+        if len(values) < 2 or not all(map(math.isfinite, values + reference)):
             return None
-        return (paired if asked.is_paired else unpaired)(values, reference, alpha=self._alpha or asked.alpha)
+        return paired(values, reference, alpha=self._alpha or asked.alpha)
 
     @property
     def verdict(self) -> Verdict:
@@ -161,7 +160,7 @@ class Comparison:
         if found.error == 0 and all(run.metrics == self.reference[0].metrics for run in self.reference):
             reason = "float32 gave one and the same value for every seed: does train use its seed? If it does, a metric"
             return "not yet known", f"{reason} such as the loss shows more"
-        same = self.question.is_paired and [run.metrics for run in self.runs] == [run.metrics for run in self.reference]
+        same = [run.metrics for run in self.runs] == [run.metrics for run in self.reference]
         return "equivalent", "every seed has the value of float32, as if the policy were not in effect" if same else ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -243,7 +242,6 @@ class Parity(Report):
             "alpha": asked.alpha,
             "seeds": asked.seeds,
             "stop_early": asked.stop_early,
-            "paired": asked.is_paired,
             "verdict": self.verdict,
             "float32": {"mean": finite(asked.mean(self.float32)), "runs": asked.as_json(self.float32)},
             "comparisons": [{**way.as_dict(), "can_tell": self.can_tell(way)} for way in self.comparisons],
@@ -255,9 +253,9 @@ class Parity(Report):
         """Return what was compared, with which margin."""
         asked, limit = self.question, self.ways[0].limit
         share = f" ({asked.margin * 100:.3g}% of float32's mean)" if asked.is_share else ""
-        how = f"{'in pairs, by seed' if asked.is_paired else 'not in pairs'}; error rate {asked.alpha:.0%}"
         compared = f"parity of {self.name} with float32: {asked.metric}, {asked.better} is better"
-        return f"{compared}\nmargin {limit:.3g}{share}, compared {how} for each verdict"
+        rate = f"error rate {asked.alpha:.0%} for each verdict"
+        return f"{compared}\nmargin {limit:.3g}{share}, compared in pairs, by seed; {rate}"
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table: the heading, then every policy with its negative controls below it.
@@ -344,11 +342,9 @@ def _conclusion(one: Comparison) -> str:
 
 def _draw(axis: Any, place: int, way: Comparison) -> None:
     colour, found, metric = COLOURS[way.verdict], way.difference, way.question.metric
-    if way.question.is_paired:
-        pairs = zip(way.runs, way.reference, strict=True)
-        differences = [run.value(metric) - other.value(metric) for run, other in pairs]
-        seeds = list(filter(math.isfinite, differences))
-        axis.plot(seeds, [place] * len(seeds), "|", color=colour, alpha=0.6, ms=10)
+    pairs = zip(way.runs, way.reference, strict=True)
+    seeds = list(filter(math.isfinite, (run.value(metric) - other.value(metric) for run, other in pairs)))
+    axis.plot(seeds, [place] * len(seeds), "|", color=colour, alpha=0.6, ms=10)
     if found is not None:
         axis.errorbar(found.mean, place, xerr=found.reach, fmt="o", color=colour, capsize=4)
         left, right = axis.get_xlim()

@@ -88,15 +88,6 @@ def paired(values: Sequence[float], reference: Sequence[float], *, alpha: float)
     return Difference(mean(differences), error, len(differences) - 1, alpha)
 
 
-def unpaired(values: Sequence[float], reference: Sequence[float], *, alpha: float) -> Difference:
-    """Compare two lists of separate runs, by the t-test of Welch (1947), which lets the variances differ."""
-    parts = [variance(runs) / len(runs) for runs in (values, reference)]
-    spread = sum(parts)
-    shares = parts[0] ** 2 / (len(values) - 1) + parts[1] ** 2 / (len(reference) - 1)
-    difference = mean(values) - mean(reference)
-    return Difference(difference, math.sqrt(spread), spread**2 / shares if shares else math.inf, alpha)
-
-
 def seeds_to_tell(found: Difference, margin: float, seeds: int) -> int | None:
     """Return how many seeds would decide, with a chance of `POWER`, if the mean and the spread stay as they are."""
     distance = abs(margin - abs(found.mean))

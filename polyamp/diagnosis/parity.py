@@ -11,7 +11,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import SEEK_END, PathLike
 from pathlib import Path
@@ -75,7 +75,6 @@ def parity(
     controls: bool = True,
     stop_early: bool = True,
     first_seed: int = 0,
-    reference: Sequence[float] | None = None,
     keep: str | PathLike[str] | None = None,
     progress: Progress = True,
 ) -> Parity:
@@ -111,8 +110,6 @@ def parity(
         controls: whether to train the negative controls.
         stop_early: whether to stop a comparison as soon as it is clear.
         first_seed: the seeds are this one and those that follow it.
-        reference: values of float32 that you have already, at least two; they are then not trained, and the comparison
-            is not paired (Welch's test).
         keep: a file to which every finished run is added, one line of JSON each. Runs that it has of this function,
             policy and seed are not trained again: after an interruption, call the same again.
         progress: True writes a line for each run to standard error, False nothing; or a function that is called with
@@ -141,11 +138,11 @@ def parity(
         "progress": (progress, isinstance(progress, bool) or callable(progress), "True, False or a function"),
     }
     check_arguments("parity", [(name, *rest) for name, rest in words.items()])
-    policies = _checked(policy, seeds, alpha, first_seed, reference)
+    policies = _checked(policy, seeds, alpha, first_seed)
     student()  # if scipy is missing, this fails now and not after hours of training
     amount, is_share = _margin(margin)
-    question = Question(amount, is_share, metric or "", better or "lower", seeds, alpha, stop_early, reference is None)
-    study = _Study(_caller(train), _name(train), question, better, reference, None if keep is None else Path(keep))
+    question = Question(amount, is_share, metric or "", better or "lower", seeds, alpha, stop_early)
+    study = _Study(_caller(train), _name(train), question, better, None if keep is None else Path(keep))
     ways = {(one, name): made for one in policies for name, made in _variants(one, controls).items()}
     study.train(ways, range(first_seed, first_seed + seeds), progress)
     return study.report()
@@ -162,7 +159,6 @@ class _Study:
     name: str  # of the training function
     question: Question
     better: Better | None
-    given: Sequence[float] | None  # float32's values, if it is not trained
     path: Path | None  # where runs are kept
 
     def __post_init__(self) -> None:
@@ -175,7 +171,7 @@ class _Study:
     def train(self, ways: Mapping[tuple[Policy, str], Policy], seeds: range, progress: Progress) -> None:
         """Train the next seed under every policy whose verdict is still open."""
         self.runs = {way: [] for way in ways}
-        parts, total = itertools.count(1), len(seeds) * (len(ways) + (self.given is None))
+        parts, total = itertools.count(1), len(seeds) * (len(ways) + 1)
 
         def done(text: str) -> None:
             if callable(progress):
@@ -185,7 +181,7 @@ class _Study:
 
         for seed in seeds:
             unclear = [way for way in ways if self._is_open(way)]
-            if unclear and self.given is None:
+            if unclear:
                 self.float32.append(self._run(FLOAT32, "float32", seed, done))
             for policy, control in unclear:
                 title = self.compare((policy, "")).name + (f", {control}" if control else "")
@@ -250,18 +246,11 @@ class _Study:
         """Return what the runs of one policy, or of a control of it, show so far."""
         policy, control = way
         runs, reference = tuple(self.runs[way]), tuple(self.float32[: len(self.runs[way])])
-        if self.given is not None:
-            metric = self.question.metric
-            reference = tuple(Run(place, {metric: float(value)}) for place, value in enumerate(self.given))
         return Comparison(str(policy), runs, reference, self.question, control)
 
     def report(self) -> Parity:
         """Return the report of all runs."""
-        if not self.question.metric:  # no run has ended with a metric
-            self.question = self._named("value")
-        ways = tuple(map(self.compare, self.runs))
-        float32 = tuple(self.float32) if self.given is None else ways[0].reference
-        return Parity(self.name, self.question, float32, ways)
+        return Parity(self.name, self.question, tuple(self.float32), tuple(map(self.compare, self.runs)))
 
 
 def _checked(
@@ -269,7 +258,6 @@ def _checked(
     seeds: object,
     alpha: object,
     first_seed: object,
-    reference: Sequence[float] | None,
 ) -> list[Policy]:
     """Return the policies, once every argument is known to be right."""
     given = list(policy) if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy]
@@ -278,11 +266,9 @@ def _checked(
     check_range("seeds", seeds, FIRST_LOOK, 10_000, where="parity(seeds=)")
     check_range("alpha", alpha, 1e-6, 0.49, where="parity(alpha=)")
     are_low = bool(chosen) and all(format_of(one.compute).is_low for one in chosen)
-    are_numbers = isinstance(reference, Collection) and len(reference) > 1 and all(map(_is_finite, reference))
     checks = [
         ("policy", list(map(str, chosen)), are_low, "policies of 16 bits; float32 is trained in any case"),
         ("first_seed", first_seed, is_integer(first_seed) and abs(first_seed) < 2**63, "an integer of 64 bits"),
-        ("reference", reference, reference is None or are_numbers, "at least two finite numbers, or None"),
     ]
     check_arguments("parity", checks)
     return chosen
@@ -371,10 +357,6 @@ def _parts(made: Any) -> tuple[dict[str, float], Any]:
         allowed=_FORMS,
         fix="return the metric on data that it did not train on, by its name, and nothing else",
     )
-
-
-def _is_finite(value: object) -> bool:
-    return is_number(value) and abs(value) <= sys.float_info.max
 
 
 def _number(value: object) -> float | None:

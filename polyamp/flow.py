@@ -24,6 +24,8 @@ READ_IN_FULL = "read by full work alone"
 """What `polyamp.readers.look` finds about a product that is computed inside the full work that reads it."""
 IN_DISTANCE = "subtracted from squares of its operands"
 """What it finds about the product in a squared distance that is written out."""
+SOLVED = "read by solvers alone"
+"""What it finds about a product of matrices that solvers and factorizations read."""
 READ_IN_NORMS = "read by full work and norms alone"
 """What it finds about a sum with a constant: if the constant is large, a difference cancels it."""
 STEPS = "a small step of a value"
@@ -274,7 +276,7 @@ def _is_asked(operation: str, op_class: str, inputs: Sequence[Value], asked: str
     """Return whether an operation is in float32 because of what becomes of its result."""
     if asked == ACCUMULATES:
         return op_class in ("follow", "neutral", "promote")
-    if asked == IN_DISTANCE:
+    if asked in (IN_DISTANCE, SOLVED):
         return op_class == "lower" or operation == "mul"
     of_lows = all(value.state == "low" for value in inputs[:2])
     return of_lows and (asked == STEPS or (asked == READ_IN_FULL and operation == "mul"))
@@ -382,7 +384,7 @@ def _anew(decision: Decision, inputs: Sequence[Value], reason: str, unfit: str) 
     roles: tuple[str, ...] = ("average",) if decision.operation == "sub" else ()
     if unfit or reason == _NEXT_TO_INPUT:
         roles = ("saturated", "pointwise", "average")
-    elif decision.op_class == "full" or reason in (READ_IN_FULL, IN_DISTANCE):
+    elif decision.op_class == "full" or reason in (READ_IN_FULL, IN_DISTANCE, SOLVED):
         roles = ("saturated", "average")
     present = {value.role for value in inputs if value.state == "low"}
     return tuple(role for role in roles if role in present)

@@ -1,11 +1,13 @@
 """A look at the readers of a graph's values, before the flow rule decides its operations.
 
-The flow rule goes forward, so it does not know what becomes of a value. Six patterns need that:
+The flow rule goes forward, so it does not know what becomes of a value. Seven patterns need that:
 
 - A product of two low values that only full work reads, such as the sum in ``(a * b).sum()``, is computed inside that
   work, in float32. So are the products of a difference of products: it may be much smaller than they are.
 - A product that is subtracted from squares of its own operands, as in ``|a|^2 + |b|^2 - 2ab``, is in float32: the
   distance may be much smaller than all three.
+- A product of matrices that solvers and factorizations alone read, such as ``x.T @ x`` of least squares, is in float32:
+  they multiply its rounding by the condition of the matrix, and it may not be positive definite any more.
 - A value from which a mean or an equal term is subtracted, and that full work alone reads, is held in float32: what is
   left may be much smaller.
 - A sum of a value and a small multiple of another, such as a step of a solver, is in float32.
@@ -20,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from polyamp.flow import ACCUMULATES, IN_DISTANCE, READ_IN_FULL, READ_IN_NORMS, STEPS, Value, statistic
+from polyamp.flow import ACCUMULATES, IN_DISTANCE, READ_IN_FULL, READ_IN_NORMS, SOLVED, STEPS, Value, statistic
 
 DIVIDES = "a constant divisor"
 
@@ -34,6 +36,9 @@ _LOW = Value("low")
 _PASSING = frozenset({"follow", "neutral", "promote"})
 
 _PRODUCTS = frozenset({"matmul", "tensordot", "conv", "bilinear"})
+_SOLVERS = frozenset(
+    {"cholesky", "det", "eigh", "inverse", "lstsq", "lu", "matrix_sqrt", "qr", "solve", "svd", "triangular_solve"}
+)
 _SQUARES = frozenset({"square", "pow", "norm"})
 _JOINING = frozenset({"concat", "stack", "tile", "diagonal"})
 _ADDING = _MOVES | _JOINING | {"add", "sub"}
@@ -65,7 +70,7 @@ def look(
     written: Mapping[Hashable, Collection[Hashable]],
     number: Callable[[Any], Hashable] = lambda value: value,
 ) -> dict[Hashable, str]:
-    """Return what the readers of values ask of these: `READ_IN_FULL`, `IN_DISTANCE`, `ACCUMULATES` or `DIVIDES`.
+    """Return what the readers of values ask of these: one of the reasons of `polyamp.flow`, or `DIVIDES`.
 
     Args:
         reads: the operations of a graph, in their order.
@@ -77,6 +82,7 @@ def look(
     variable = [read._replace(inputs=[value for value in read.inputs if value not in constants]) for read in reads]
     found = dict.fromkeys(_divisors(reads, constants), DIVIDES)
     found |= dict.fromkeys(_read_in_full(variable, results), READ_IN_FULL)
+    found |= dict.fromkeys(_solved(variable, results), SOLVED)
     found |= dict.fromkeys(_read_in_norms(variable, results), READ_IN_NORMS)
     found |= dict.fromkeys(_steps(variable), STEPS)
     found |= dict.fromkeys(_in_distances(reads, constants, number), IN_DISTANCE)
@@ -103,6 +109,15 @@ def _read_in_full(reads: Sequence[Read], results: Collection[Hashable]) -> list[
             return _YES
         passes = read.op_class in _PASSING or (len(read.inputs) == 1 and read.operation in _LINEAR)
         return after if passes else _NO
+
+    return list(_wanted(reads, results, wants))
+
+
+def _solved(reads: Sequence[Read], results: Collection[Hashable]) -> list[Hashable]:
+    """Return the values that solvers and factorizations alone read, also after they were moved, added or scaled."""
+
+    def wants(read: Read, after: int) -> int:
+        return _YES if read.operation in _SOLVERS else after if read.op_class in _PASSING else _NO
 
     return list(_wanted(reads, results, wants))
 

@@ -10,6 +10,7 @@ from polyamp.flow import (
     IN_DISTANCE,
     READ_IN_FULL,
     READ_IN_NORMS,
+    SOLVED,
     STEPS,
     Decision,
     Value,
@@ -285,6 +286,28 @@ def test_a_product_that_sums_nothing_is_a_mul_and_dot_products_of_equal_rows_are
     assert numbering.product([rows, rows], 4, is_aligned=False) == "matmul"
     assert numbering.product([rows, rows], 4, is_aligned=True) == numbering.product([wide, tall], 4, is_aligned=True)
     assert numbering.product([wide, tall], 4, is_aligned=True) == "square"
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        (("g = matmul t a", "c = cholesky g"), "g"),
+        (("g = matmul t a", "k = mul g s", "r = add k i", "c = solve r b"), "g k r"),
+        (("g = matmul t a", "r = matmul t b", "c = cholesky g", "x = triangular_solve c r"), "g r"),
+        (("g = matmul t a", "c = cholesky g", "y = add g b"), ""),
+        (("g = matmul t a", "r = relu g", "s = sum r"), ""),
+    ],
+)
+def test_a_product_is_found_that_solvers_alone_read(program: tuple[str, ...], found: str) -> None:
+    asked = look(reads(*program), results=[program[-1].split()[0]], constants=[], written={})
+    assert {value for value, what in asked.items() if what == SOLVED} - set("abist") - {"c"} == set(found.split())
+
+
+def test_a_product_that_solvers_read_is_float32_unless_a_rule_says_otherwise() -> None:
+    decided = flow(decide((), "matmul"), [LOW, LOW], "float16", asked=SOLVED)
+    assert (decided.format, decided.output.state, decided.reason) == ("float32", "strong", SOLVED)
+    ruled = decide(parse_rules({"matmul": "lower"}), "matmul")
+    assert flow(ruled, [LOW, LOW], "float16", asked=SOLVED).format == "float16"
 
 
 DISTANCE = ("s = square a", "a2 = sum s", "t = square b", "b2 = sum t", "p = matmul a b", "k = mul p two")

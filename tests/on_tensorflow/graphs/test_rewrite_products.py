@@ -140,3 +140,23 @@ def test_other_products_of_what_is_squared_stay_in_16_bits() -> None:
 
     plan = polyamp.explain(loss, ROWS, policy="mixed_bfloat16", backend="tensorflow")
     assert [op.format for op in plan.operations if op.native == "MatMul"] == ["bfloat16"] * 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_normal_equations_are_solved_as_in_float32(policy: str) -> None:
+    """Rounded to 16 bits they lose their small eigenvalues, and may have no root."""
+    random = np.random.default_rng(3)
+    basis = np.linalg.qr(random.standard_normal((8, 8)))[0] * np.geomspace(1, 0.1, 8)
+    x, y = (tf.cast(tf.cast(numbers, tf.bfloat16), tf.float32) for numbers in (basis, random.random((8, 2))))
+
+    def step(x: Any, y: Any) -> list[Any]:
+        with tf.GradientTape() as tape:
+            tape.watch([x, y])
+            found = tf.linalg.lstsq(x @ W, y @ tf.eye(2))
+            loss = tf.reduce_sum(tf.sin(found))
+        return [found, *tape.gradient(loss, [x, y])]
+
+    found, exact = rewrite(step, policy=policy)(x, y), tf.function(step)(x, y)
+    assert relative_error(found[0], exact[0]) <= 2.0**-12  # the products before it round nothing
+    for ours, theirs in zip(found[1:], exact[1:], strict=True):
+        assert relative_error(ours, theirs) <= 2.0**-4

@@ -460,8 +460,11 @@ INSTEAD = {
     "clip_grad_norm_": "give max_grad_norm= to polyamp.wrap_optimizer",
     "zero_grad": "leave it out: gradients are values here",
     "step": "call opt.apply_gradients(zip(gradients, variables))",
+    "get_scaled_loss": "call opt.scale_loss(loss); docs/migrate/keras.md has the other names of Keras 2",
+    "get_unscaled_gradients": "leave it out: opt.apply_gradients unscales the gradients of opt.scale_loss(loss), and "
+    "max_grad_norm= of polyamp.wrap_optimizer clips them; see docs/migrate/keras.md",
 }
-"""What to call in place of methods of PyTorch's optimizers, in TensorFlow and Keras."""
+"""What to call in place of methods of PyTorch's optimizers and Keras 2's, in TensorFlow and Keras."""
 
 
 def no_method(owner: object, name: str, instead: Mapping[str, str] = INSTEAD) -> AttributeError:
@@ -472,7 +475,7 @@ def no_method(owner: object, name: str, instead: Mapping[str, str] = INSTEAD) ->
     return UnsupportedMethodError(
         "this framework's wrapped optimizer has no such method",
         where=f"{kind}.{name}",
-        found="a method of polyamp's optimizers in PyTorch, or of a GradScaler",
+        found="a method of polyamp's optimizers in PyTorch, of a GradScaler or of Keras 2",
         fix=instead[name],
     )
 

@@ -1,12 +1,4 @@
-"""What an optimizer knows of the gradients that it gets: under which scale they were made, and what was divided before.
-
-`UnscaledGradients` records which gradients an optimizer divided before its step, so that none is divided twice.
-
-Such gradients may be clipped, or summed over towers, before they are applied: then they are other tensors. So three
-things are recorded of a call: its input tensors, its results, and its place: eager code, a replica, or a certain trace.
-
-For example, ``apply`` gets ``minimum(g, 0.5)`` in the trace in which ``get_unscaled_gradients`` returned ``g``. It is
-not one of the recorded tensors, but the place is the same, so it counts as unscaled.
+"""What an optimizer knows of the gradients that it gets: under which scale they were made.
 
 `ScaledLosses` records the scale of the last loss. For example, two losses are scaled by 8, and then two steps are made.
 The first step doubles the scale, and the gradients of the second are still those of a loss times 8.
@@ -15,18 +7,13 @@ The first step doubles the scale, and the gradients of the second are still thos
 from __future__ import annotations
 
 import itertools
-import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from polyamp.errors import InvalidTypeError, UsageError, kind_of, warn_once
 from polyamp.scale import NONFINITE_LOSS
-
-_KEPT = 16  # most calls to keep
 
 
 def gradients_in(grads: Any, where: str) -> list[Any]:
@@ -56,75 +43,6 @@ def _no_gradients(found: object, where: str) -> InvalidTypeError:
         allowed="floating-point tensors or None, where a step takes pairs each with its variable",
         fix="give the gradients of the scaled loss in a flat list, in the order of the variables",
     )
-
-
-@dataclass(eq=False)  # tuples would compare tensors
-class _Call:
-    """One call: its place, weak references to its inputs and results, its finite flag, and whether it was used."""
-
-    place: Any  # None in eager code
-    inputs: list[weakref.ref[Any]]
-    results: list[weakref.ref[Any]]
-    finite: Any
-    is_applied: bool = False
-
-
-class UnscaledGradients:
-    """The last calls that unscaled gradients."""
-
-    def __init__(self, method: str, places: Callable[[Sequence[Any]], Sequence[Any]]) -> None:
-        self._method = method  # the name of the method that unscales
-        self._places = places  # returns what is traced around tensors, innermost first; no more than a replica if eager
-        self._calls: list[_Call] = []
-
-    def remember(self, inputs: Sequence[Any], results: Sequence[Any], finite: Any) -> None:
-        """Record a call with its arguments, its results, and whether the arguments were finite; scalar bool."""
-        place, *_ = [*self._places(results), None]
-        self._calls.append(_Call(place, _weak(inputs), _weak(results), finite))
-        del self._calls[:-_KEPT]
-
-    def claim(self, grads: Sequence[Any]) -> Any:
-        """Return whether the scaled gradients that these come from were finite; None if these are scaled themselves."""
-        scaled = [call for call in self._calls if _shares(call.inputs, grads)]
-        plain = [call for call in self._calls if _shares(call.results, grads)]
-        if scaled and plain:
-            raise UsageError(
-                "some of the gradients are scaled, and some are not",
-                where="the gradients of a step",
-                found=f"both arguments and results of {self._method}",
-                allowed="gradients of one kind",
-                fix="pass all of its results, or only its arguments",
-            )
-        used = scaled or plain or self._here(grads)
-        for call in used:
-            call.is_applied = True
-        return None if scaled or not used else reduce(operator.and_, [call.finite for call in used])
-
-    def _here(self, grads: Sequence[Any]) -> list[_Call]:
-        """Return the calls in the place of these gradients. Raise if there are none, and some wait in other places."""
-        around = self._places(grads) or [None]
-        new = [call for call in self._calls if call.place is not None or not call.is_applied]  # eager code has no end
-        here = [call for call in new if any(call.place is place for place in around)]
-        if here or all(call.is_applied for call in self._calls):
-            return here
-        self._calls.clear()
-        raise UsageError(
-            f"{self._method} was called elsewhere, and its gradients were not applied there",
-            where="the gradients of a step",
-            found="gradients of another function, or of eager code next to a compiled function",
-            allowed="unscaling and applying in one function, and neither inside a loop",
-            fix="make both calls in one function. To only look at gradients, call optimizer.scaler.unscale(grads). "
-            "polyamp now ignores the first call",
-        )
-
-
-def _weak(grads: Sequence[Any]) -> list[weakref.ref[Any]]:
-    return [weakref.ref(grad) for grad in grads if grad is not None]
-
-
-def _shares(references: Sequence[weakref.ref[Any]], grads: Sequence[Any]) -> bool:
-    known = {id(alive) for reference in references if (alive := reference()) is not None}
-    return any(id(grad) in known for grad in grads)
 
 
 _turns = itertools.count(1)

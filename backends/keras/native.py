@@ -103,18 +103,11 @@ def platform_of(value: Any) -> str | None:
     return None if tensor.device.type == "meta" else str(tensor.device.type)
 
 
-def places(tensors: Sequence[Any]) -> list[Any]:
-    """Return what is being traced around these tensors, innermost first. In eager code, the replica, if any."""
-    if BACKEND == "tensorflow":
-        return skipping.places()
-    if BACKEND == "jax":
-        return [jax_trace(tensor) for tensor in tensors if isinstance(tensor, jax.core.Tracer)][:1]
-    return []
-
-
 def place_of(tensor: Any) -> Any:
-    """Return what is being traced around a tensor; None in eager code."""
-    return next(iter(places([tensor])), None)
+    """Return what is being traced around a tensor; in eager code the replica that runs it, if any does, or None."""
+    if BACKEND == "tensorflow":
+        return next(iter(skipping.places()), None)
+    return jax_trace(tensor) if BACKEND == "jax" and isinstance(tensor, jax.core.Tracer) else None
 
 
 def is_scaled(grads: Sequence[Any], scale: Any) -> bool | None:

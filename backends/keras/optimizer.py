@@ -14,7 +14,6 @@ from polyamp.backends.keras.native import (
     in_all_replicas,
     in_strategy,
     is_recording,
-    places,
     platform_of,
     summed,
     update_if,
@@ -47,7 +46,7 @@ from polyamp.errors import (
 from polyamp.policies import Policy
 from polyamp.scale import StepResult, report_limits
 from polyamp.settings import LossScale, LossScaleState
-from polyamp.unscaled import UnscaledGradients, gradients_in, pairs_in
+from polyamp.unscaled import gradients_in, pairs_in
 
 
 @keras.saving.register_keras_serializable(package="polyamp")
@@ -130,7 +129,6 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         self.max_grad_norm = norm
         check_master_weights(master_weights)
         self.master_weights = master_weights
-        self._unscaled = UnscaledGradients("get_unscaled_gradients", places)
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Make the inner optimizer's variables and the master weights. Keras calls this before the first step."""
@@ -158,40 +156,6 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         """
         return self.scaler.scale(loss)
 
-    def get_scaled_loss(self, loss: Any) -> Any:
-        """Run `scale_loss` under its Keras 2 name; for a function that returns the loss, return one that scales it.
-
-        >>> float(LossScaledOptimizer(keras.optimizers.SGD(), 8.0).get_scaled_loss(keras.ops.array(2.0)))
-        16.0
-        """
-        return (lambda: self.scale_loss(loss())) if callable(loss) else self.scale_loss(loss)
-
-    def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Return unscaled gradients in float32 or wider, to clip or sum them and then apply them, as in Keras 2.
-
-        `apply` does not divide these results a second time, changed or not. Whether they are finite is tested here, and
-        `apply` skips the step if they were not. Make both calls in one function, or both in eager code. You can also
-        apply the input of this method, as if it had not been called. You do not need this method: `apply` unscales
-        itself, and ``max_grad_norm`` clips.
-
-        >>> from keras import ops
-        >>> weight, opt = keras.Variable([1.0]), LossScaledOptimizer(keras.optimizers.SGD(1.0), 8.0)
-        >>> (grad,) = opt.get_unscaled_gradients([ops.array([4.0])])
-        >>> _ = opt.apply_gradients([(ops.minimum(grad, 0.25), weight)])
-        >>> weight.numpy()
-        array([0.75], dtype=float32)
-
-        Args:
-            grads: gradients of the scaled loss, dense or sparse; None if there is none.
-        """
-        grads = gradients_in(grads, "get_unscaled_gradients(grads)")
-        if not self.scaler.settings.check or all(grad is None for grad in grads):
-            return grads
-        with update_scope():
-            plain, finite = self.scaler.unscale(grads), ops.logical_and(all_finite(grads), self.scaler.can_divide)
-        self._unscaled.remember(grads, plain, finite)
-        return plain
-
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> Any:
         """Run `apply` on pairs; return `iterations`, the number of applied steps."""
         self.apply(*pairs_in(grads_and_vars, "apply_gradients(grads_and_vars)"))
@@ -200,8 +164,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Run one step with gradients of the scaled loss: unscale, test, clip, update or skip, advance the loss scale.
 
-        Works in a ``tf.function``, in ``jax.jit`` through ``stateless_apply``, and outside both. Gradients that come
-        from `get_unscaled_gradients` are not unscaled again.
+        Works in a ``tf.function``, in ``jax.jit`` through ``stateless_apply``, and outside both.
 
         Args:
             grads: gradients, dense or sparse; None if there is none.
@@ -211,14 +174,12 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
             LossScaleError: outside traced functions, with values on the CPU; otherwise see `last_step`.
             InvalidTypeError: ``grads`` is not a list of gradients.
             InvalidValueError: there are more or fewer gradients than variables.
-            UsageError: the optimizer is not built, and there are no variables to build it on; or
-                `get_unscaled_gradients` was called in another function.
+            UsageError: the optimizer is not built, and there are no variables to build it on.
         """
         grads = gradients_in(grads, "apply(grads)")
         variables = self._variables_of(grads, trainable_variables)
-        was_finite = self._unscaled.claim(grads)
         with update_scope():  # after all variables are made, since their names would contain the scope
-            self._step(grads, variables, was_finite)
+            self._step(grads, variables)
 
     def stateless_apply(
         self, optimizer_variables: list[Any], grads: Sequence[Any], trainable_variables: list[Any]
@@ -353,32 +314,23 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
                 self.build(variables)
         return variables
 
-    def _step(self, grads: list[Any], variables: list[Any], was_finite: Any) -> None:
-        prepared = self._prepared(grads, variables, is_unscaled=was_finite is not None)
+    def _step(self, grads: list[Any], variables: list[Any]) -> None:
+        prepared = self._prepared(grads, variables)
         if not self.scaler.settings.check or all(grad is None for grad in grads):
             self._update(prepared, variables)
             return
-        finite = ops.logical_and(all_finite(grads), self.scaler.can_divide if was_finite is None else was_finite)
-        finite = in_all_replicas(finite)
+        finite = in_all_replicas(ops.logical_and(all_finite(grads), self.scaler.can_divide))
         inner = self.inner_optimizer
         touched = {id(one): one for one in (*built_on(self), *built_on(inner), *inner.variables)}
         losses = (self.scaler.losses, self.scaler.settings, self.scaler.compute)
         update_if(finite, lambda chosen: self._update(chosen, variables), prepared, list(touched.values()), losses)
         self.scaler.advance(finite)
 
-    def _prepared(self, grads: list[Any], variables: list[Any], is_unscaled: bool) -> list[Any]:
+    def _prepared(self, grads: list[Any], variables: list[Any]) -> list[Any]:
         """Return gradients unscaled and clipped, except those with which Keras' float8 layers pass their own scales."""
         own = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
-        if is_unscaled and any(own):
-            raise UnsupportedError(
-                "float8 layers pass values in place of gradients, which must not be unscaled",
-                where="get_unscaled_gradients(grads)",
-                found="variables with overwrite_with_gradient",
-                allowed="the gradients of the scaled loss, for apply_gradients",
-                fix="do not call get_unscaled_gradients: apply_gradients unscales by itself, and max_grad_norm clips",
-            )
         scaled = [None if is_own else grad for grad, is_own in zip(grads, own, strict=True)]
-        plain = scaled if is_unscaled else self.scaler.unscale(scaled, variables)
+        plain = self.scaler.unscale(scaled, variables)
         if self.max_grad_norm is not None:
             plain = divided(ops, plain, excess(summed(plain), self.max_grad_norm))
         return [grad if is_own else new for grad, new, is_own in zip(grads, plain, own, strict=True)]

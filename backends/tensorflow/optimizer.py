@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import tensorflow as tf
 
 from polyamp.backends.tensorflow.scaler import LossScaler
 from polyamp.backends.tensorflow.skipping import places
-from polyamp.errors import no_loss_scale, no_method, no_optimizer, wrapped_already
+from polyamp.errors import UsageError, no_loss_scale, no_method, no_optimizer, wrapped_already
 from polyamp.policies import Policy
 from polyamp.scale import StepResult
 from polyamp.settings import LossScale, LossScaleState
-from polyamp.unscaled import UnscaledGradients, pairs_in
+from polyamp.unscaled import pairs_in
+
+_KEPT = 16  # most calls to keep
+
+
+@dataclass(eq=False)  # tuples would compare tensors
+class _Call:
+    """One call of `compute_gradients`: what was traced around it, its variables, and whether all was finite."""
+
+    place: Any  # None in eager code
+    variables: set[Any]
+    finite: Any
+    is_applied: bool = False
 
 
 class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
@@ -54,7 +69,7 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         settings = LossScale() if loss_scale is None else loss_scale
         self.inner = optimizer
         self.scaler = LossScaler(settings, max_grad_norm, master_weights=master_weights)
-        self._unscaled = UnscaledGradients("compute_gradients", places)
+        self._calls: list[_Call] = []
         # The names under which TensorFlow's own wrappers register objects for checkpoints; there is no public way.
         self._track_trackable(self.inner, "inner")
         self._track_trackable(self.scaler, "scaler")
@@ -89,7 +104,8 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         if not self.scaler.settings.check or all(grad is None for grad in grads):
             return pairs
         plain, finite = self.scaler.unscale(grads)
-        self._unscaled.remember(grads, plain, finite)
+        place, *_ = [*places(), None]
+        self._calls = [*self._calls, _Call(place, {variable.ref() for _, variable in pairs}, finite)][-_KEPT:]
         return [(grad, variable) for grad, (_, variable) in zip(plain, pairs, strict=True)]
 
     def apply_gradients(
@@ -112,9 +128,30 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         """
         grads, variables = pairs_in(grads_and_vars, "apply_gradients(grads_and_vars)")
         pairs = zip(grads, variables, strict=True)
-        finite = self._unscaled.claim(grads)
+        finite = self._was_finite(variables)
         result = self.scaler.step(self.inner, pairs, unscaled=finite, global_step=global_step, name=name)
         return None if tf.executing_eagerly() else tf.group(result.scale, name=name)
+
+    def _was_finite(self, variables: Sequence[tf.Variable]) -> Any:
+        """Return whether `compute_gradients` here found the gradients of variables finite; None if it made none."""
+        wanted, around = {variable.ref() for variable in variables}, places() or [None]
+        calls = [call for call in self._calls if call.variables & wanted]
+        here = [call for call in calls if any(call.place is place for place in around)]
+        if not here and any(not call.is_applied for call in calls):
+            self._calls.clear()
+            raise UsageError(
+                "compute_gradients was called elsewhere, and its gradients were not applied there",
+                where="apply_gradients(grads_and_vars)",
+                found="gradients of another function, or of eager code next to a compiled function",
+                allowed="both calls in one function, and neither inside a loop",
+                fix="make both calls in one function. To only look at gradients, call scaler.unscale(grads). polyamp "
+                "now ignores the first call",
+            )
+        for call in here:
+            call.is_applied = True
+        if tf.executing_eagerly():  # which has no end: the next gradients of these variables are others
+            self._calls = [call for call in self._calls if call not in here]
+        return reduce(operator.and_, [call.finite for call in here]) if here else None
 
     @property
     def loss_scale(self) -> float:

@@ -67,7 +67,7 @@ def replica_context() -> tf.distribute.ReplicaContext:
     return context
 
 
-def places(_: Sequence[Any] = ()) -> list[Any]:
+def places() -> list[Any]:
     """Return the graphs that are built here, innermost first. In eager code, the replica that runs it, if any does."""
     if not tf.executing_eagerly():
         return graphs_around()

@@ -30,7 +30,7 @@ OPTIONS = [
 SGD, MOMENTUM, ADAM = keras.optimizers.SGD, partial(keras.optimizers.SGD, momentum=0.5), keras.optimizers.Adam
 INNER = [partial(kind, 0.5, **options) for kind in (SGD, MOMENTUM, ADAM) for options in ({}, *OPTIONS)]
 NUMBERS = st.sampled_from([0.0, 0.5, -1.0, 3.0, 2.0**-12, np.inf, np.nan])
-EVENTS = st.tuples(st.sampled_from(["step", "unscaled", "twice", "reload", "read"]), NUMBERS, NUMBERS)
+EVENTS = st.tuples(st.sampled_from(["step", "twice", "reload", "read"]), NUMBERS, NUMBERS)
 
 
 class Run:
@@ -58,10 +58,6 @@ class Run:
 
     def step(self, *numbers: float) -> None:
         self.opt.apply(self.grads(numbers), self.scaled)
-        self.follow(numbers)
-
-    def unscaled(self, *numbers: float) -> None:
-        self.opt.apply(self.opt.get_unscaled_gradients(self.grads(numbers)), self.scaled)
         self.follow(numbers)
 
     def twice(self, *numbers: float) -> None:

@@ -65,16 +65,14 @@ def test_fit_says_once_that_the_loss_is_not_finite_and_the_rest_when_somebody_lo
     assert opt.loss_scale == 2.0**13
 
 
-@pytest.mark.parametrize("is_unscaled", [False, True])
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
-def test_sparse_rows_are_unscaled_tested_and_clipped(mode: str, is_unscaled: bool) -> None:
+def test_sparse_rows_are_unscaled_tested_and_clipped(mode: str) -> None:
     table = keras.Variable(np.ones((5, 2), "float32"))
     opt = LossScaledOptimizer(keras.optimizers.SGD(1.0), LossScale(init=8.0), max_grad_norm=1.0)
     opt.build([table])
 
     def step(values: tf.Tensor) -> None:
-        rows: Any = tf.IndexedSlices(values, tf.constant([1, 3]), tf.constant([5, 2]))
-        opt.apply(opt.get_unscaled_gradients([rows]) if is_unscaled else [rows])
+        opt.apply([tf.IndexedSlices(values, tf.constant([1, 3]), tf.constant([5, 2]))])
 
     run = step if mode == "eager" else tf.function(step, jit_compile=mode == "xla", autograph=False)
     run(tf.constant([[np.nan, 0.0], [0.0, 0.0]]))
@@ -117,25 +115,6 @@ def test_the_update_is_marked_in_a_graph_and_variables_keep_their_names() -> Non
     assert "mul_1" in unmarked  # it scales the loss, and is not part of the update
     assert not [variable for variable in opts[1].variables if "polyamp" in variable.value.name]
     assert {variable.path for variable in opts[1].variables} == {variable.path for variable in opts[0].variables}
-
-
-def test_gradients_unscaled_in_a_function_are_applied_in_its_conditionals() -> None:
-    weight, opt = keras.Variable([0.0]), LossScaledOptimizer(keras.optimizers.SGD(1.0), LossScale(init=8.0))
-    opt.build([weight])
-
-    @tf.function(autograph=False)
-    def step(grad: tf.Tensor, wanted: tf.Tensor) -> None:
-        (plain,) = opt.get_unscaled_gradients([grad])
-
-        def apply() -> tf.Tensor:
-            opt.apply_gradients([(plain * 1.0, weight)])
-            return tf.constant(0)
-
-        tf.cond(wanted, apply, lambda: tf.constant(0))
-
-    for wanted in (True, False, True):
-        step(tf.constant([8.0]), tf.constant(wanted))
-    assert weight.numpy().tolist() == [-2.0]
 
 
 def test_float16_layers_and_an_optimizer_that_was_wrapped_without_a_policy_are_reported() -> None:

@@ -98,16 +98,7 @@ class Keras:
         self.opt.apply_gradients([(grad, weight)])
 
 
-class Clipped(Keras):
-    """Unscaled gradients are clipped, after a sum over replicas, where TensorFlow leaves each replica's thread."""
-
-    def __call__(self, grad: tf.Tensor, weight: Any) -> None:
-        (plain,) = self.opt.get_unscaled_gradients([grad])
-        tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, plain)
-        self.opt.apply_gradients([(tf.clip_by_value(plain, -100.0, 100.0), weight)])
-
-
-MAKES = [Stepper, Wrapped, Keras, Clipped]
+MAKES = [Stepper, Wrapped, Keras]
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "function"])

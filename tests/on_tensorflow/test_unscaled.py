@@ -112,6 +112,55 @@ def test_towers_are_averaged_and_skipped_together() -> None:
     assert (weight.numpy().tolist(), opt.last_step.applied) == ([-0.5, -2.5], False)
 
 
+@pytest.mark.filterwarnings("ignore:the loss was not finite")
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_of_several_calls_each_belongs_to_its_variables(mode: str) -> None:
+    opt, parts = LossScaledOptimizer(sgd(), LossScale(init=8.0)), [tf.Variable(START) for _ in range(3)]
+
+    def step(factors: Any) -> None:
+        made = [
+            by_value(opt.compute_gradients(lambda one=one, factor=factor: tf.reduce_sum(one * factor), [one]))
+            for one, factor in zip(parts, tf.unstack(factors), strict=True)
+        ]
+        for index in (1, 2, 0):
+            opt.apply_gradients(made[index])
+
+    (step if mode == "eager" else tf.function(step))(tf.constant([[1.0, 1.0], [np.inf, 1.0], [0.0, 1.0]]))
+    assert [part.numpy().tolist() for part in parts] == [[0.5, -2.5], [1.0, -2.0], [1.0, -2.5]]
+
+
+def test_gradients_that_were_unscaled_in_another_place_are_refused_once() -> None:
+    opt, weight = LossScaledOptimizer(sgd(), LossScale(init=8.0)), tf.Variable(START)
+
+    @tf.function
+    def apply(grad: tf.Tensor) -> None:
+        opt.apply_gradients([(grad, weight)])
+
+    ((grad, _),) = opt.compute_gradients(lambda: tf.reduce_sum(weight), [weight])
+    with pytest.raises(polyamp.errors.UsageError, match="compute_gradients was called elsewhere"):
+        apply(grad)
+    apply(tf.constant([8.0, 8.0]))
+    assert weight.numpy().tolist() == [0.5, -2.5]
+
+
+def test_gradients_of_a_function_are_applied_in_its_conditionals() -> None:
+    opt, weight = LossScaledOptimizer(sgd(), LossScale(init=8.0)), tf.Variable(START)
+
+    @tf.function(autograph=False)
+    def step(wanted: tf.Tensor) -> None:
+        pairs = opt.compute_gradients(lambda: tf.reduce_sum(weight), [weight])
+
+        def apply() -> tf.Tensor:
+            opt.apply_gradients(pairs)
+            return tf.constant(0)
+
+        tf.cond(wanted, apply, lambda: tf.constant(0))
+
+    for wanted in (True, False, True):
+        step(tf.constant(wanted))
+    assert weight.numpy().tolist() == [0.0, -3.0]
+
+
 def test_a_rewritten_step_clips_unscaled_gradients() -> None:
     opt, weight = LossScaledOptimizer(sgd(), LossScale(init=2.0**10)), tf.Variable(tf.ones((4, 2)))
 

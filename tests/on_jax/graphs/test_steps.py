@@ -197,8 +197,21 @@ def joint(params: Any, states: Any, x: Any) -> Any:
 
 def of_a_plain_optimizer_too(params: Any, opt_state: Any, x: Any) -> Any:
     """Step a wrapped optimizer, and one that does not scale with gradients of a plain loss."""
-    params, opt_state, _ = step_of(scaled)(params, opt_state, x)
-    return opt_state, step_of(in_float32, PLAIN)(params, PLAIN.init(params), x)
+    own = step_of(in_float32, PLAIN)(params, PLAIN.init(params), x)
+    return own, step_of(scaled)(params, opt_state, x)
+
+
+@jax.custom_vjp
+def without_idle(x: Any, idle: Any) -> Any:
+    return x
+
+
+without_idle.defvjp(lambda x, idle: (x, None), lambda _, cotangent: (cotangent, jnp.zeros(3)))
+
+
+def with_zeros(params: Any, opt_state: Any, x: Any) -> Any:
+    """Differentiate a loss whose own backward rule makes zeros for a parameter."""
+    return polyamp.value_and_grad(lambda p, x: without_idle(loss_fn(p, x), p["idle"]), POLICY)(opt_state, params, x)
 
 
 def in_a_branch(params: Any, opt_state: Any, x: Any) -> Any:
@@ -228,6 +241,7 @@ RIGHT = {
     "moved to the new scale": (moved_to_the_new_scale, TX),
     "without gradients of its own": (lambda p, s, x: TX.update(PARAMS, s, p), TX),
     "with a custom_vjp": (step_of(with_a_clipped_cotangent), TX),
+    "with zeros": (step_of(with_zeros), TX),
     "of two states": (lambda p, s, x: joint(p, (s, s), x), TX),
     "beside a plain one": (of_a_plain_optimizer_too, TX),
     "in a branch": (in_a_branch, TX),

@@ -76,9 +76,17 @@ class Adapter(Protocol):
         """Return ``tree`` with its floating-point arrays in ``format_name`` and everything else unchanged."""
 
     def wrap_optimizer(
-        self, optimizer: Any, policy: Policy, *, loss_scale: LossScale, max_grad_norm: float | None, **options: Any
+        self,
+        optimizer: Any,
+        policy: Policy | None,
+        *,
+        loss_scale: LossScale,
+        max_grad_norm: float | None,
+        **options: Any,
     ) -> Any:
         """Return an optimizer of the same kind that unscales, checks, clips, updates or skips, then advances the scale.
+
+        The result knows its ``policy``; None if nobody chose one.
 
         Options are keyword-only parameters: `polyamp.wrap_optimizer` refuses any other option.
 

@@ -136,12 +136,9 @@ def wrap_optimizer(
     adapter = adapter_for(backend, optimizer, where="wrap_optimizer(optimizer)")
     where = f"wrap_optimizer(optimizer) of {adapter.name}"
     check_options(adapter.wrap_optimizer, options, where=where, elsewhere=_MEANT)
-    wrapped = adapter.wrap_optimizer(optimizer, chosen, loss_scale=scale, max_grad_norm=limit, **options)
-    if policy is None and loss_scale is None and not (in_policy() or chosen.casts):
-        for one in wrapped if isinstance(wrapped, list) else [wrapped]:
-            if hasattr(one, "lacks_policy"):
-                one.lacks_policy = True  # what reports it when it is used
-    return wrapped
+    is_chosen = policy is not None or loss_scale is not None or in_policy() or chosen.casts
+    own = chosen if is_chosen else None
+    return adapter.wrap_optimizer(optimizer, own, loss_scale=scale, max_grad_norm=limit, **options)
 
 
 _MEANT = {

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from polyamp import verbs
+from polyamp.agreement import report_disagreement
 from polyamp.backends.jax import gradients, unstable
 from polyamp.backends.jax.casting import check_tree, fitting, is_traced, merged, same_structure, trainable, widened
 from polyamp.backends.jax.gradients import apply_updates
@@ -201,6 +202,7 @@ class Step:
     ) -> tuple[Any, LossScaleOptState]:
         """Return the new state, and ``when_applied`` of updates and new parameters, or ``when_skipped`` if skipped."""
         _check(state, params)
+        report_disagreement(self.state_type.policy, None, self.settings)
         grads = gradients.at_scale(grads, state.scalars.scale)
         state = state._replace(loss_scale=gradients.marked(state.scalars.scale, gradients.SCALE))
         grads = gradients.marked_gradients(grads)

@@ -17,6 +17,7 @@ import numpy as np
 
 from polyamp.backends.jax.casting import check_tree, is_array
 from polyamp.errors import UsageError, is_number, wrong_type
+from polyamp.policies import Policy
 from polyamp.scale import StepResult, report_limits
 from polyamp.settings import TYPES, LossScale, LossScaleState
 
@@ -60,7 +61,7 @@ class LossScaleOptState(_Fields):
 
     __slots__ = ()
     settings: ClassVar[LossScale]
-    compute: ClassVar[str]  # the compute format of the policy that the optimizer was wrapped for
+    policy: ClassVar[Policy | None]  # that the optimizer was wrapped for; None if nobody chose one
 
     @property
     def scalars(self) -> LossScaleState:
@@ -83,19 +84,19 @@ class LossScaleOptState(_Fields):
         return StepResult(self.scalars, None if self.settings.check else True)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.settings, self.compute, tuple(self))
+        return _rebuild, (self.settings, self.policy, tuple(self))
 
 
 @functools.cache
-def state_type(settings: LossScale, compute: str) -> type[LossScaleOptState]:
-    """Return `LossScaleOptState` with these settings."""
+def state_type(settings: LossScale, policy: Policy | None) -> type[LossScaleOptState]:
+    """Return `LossScaleOptState` with these settings and this policy."""
     # They belong to the type, since flax, orbax and optax rebuild a NamedTuple from its type and its fields alone.
-    own = {"__slots__": (), "__module__": __name__, "settings": settings, "compute": compute}
+    own = {"__slots__": (), "__module__": __name__, "settings": settings, "policy": policy}
     return type("LossScaleOptState", (LossScaleOptState,), own)
 
 
-def _rebuild(settings: LossScale, compute: str, fields: tuple[Any, ...]) -> LossScaleOptState:
-    return state_type(settings, compute)._make(fields)
+def _rebuild(settings: LossScale, policy: Policy | None, fields: tuple[Any, ...]) -> LossScaleOptState:
+    return state_type(settings, policy)._make(fields)
 
 
 def initial_scalars(settings: LossScale) -> LossScaleState:

@@ -24,6 +24,14 @@ class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  
         step: Step = self.update.__self__
         return step
 
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that it was wrapped for; None if nobody chose one."""
+        return self.step.state_type.policy
+
+    def __repr__(self) -> str:
+        return f"LossScaled({self.step.inner!r}, {self.step.settings!r}, policy={self.policy})"
+
     def __getattr__(self, name: str) -> Any:
         raise no_method(self, name, _INSTEAD)
 
@@ -42,7 +50,7 @@ _INSTEAD = {
 
 def wrap_optimizer(
     tx: Any,
-    policy: Policy,
+    policy: Policy | None,
     *,
     loss_scale: LossScale,
     max_grad_norm: float | None,
@@ -59,10 +67,10 @@ def wrap_optimizer(
     check_master_weights(master_weights)
     step = Step(
         optax.with_extra_args_support(tx),
-        state_type(loss_scale.in_float32(), policy.compute),
+        state_type(loss_scale.in_float32(), policy),
         max_grad_norm,
         axis_name,
         master_weights=master_weights is not False,
-        low_params=policy.needs_master_weights,
+        low_params=policy is not None and policy.needs_master_weights,
     )
     return LossScaled(step.init, step.update)

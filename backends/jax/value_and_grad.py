@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from polyamp.agreement import report_disagreement
 from polyamp.backends.jax.casting import check_tree, is_array, is_traced
 from polyamp.backends.jax.gradients import all_finite, note_scale
 from polyamp.backends.jax.graphs.rewrite import check_function, name_of, positions, run_rewritten
@@ -18,7 +19,7 @@ from polyamp.policies import Policy, current_policy
 from polyamp.policies import policy as make_policy
 from polyamp.scale import report_nonfinite_loss
 from polyamp.settings import LossScale
-from polyamp.without_effect import chosen_policy, report_missing_scale
+from polyamp.without_effect import chosen_policy
 
 
 def value_and_grad(
@@ -100,7 +101,7 @@ def differentiate(
             chosen = bound or current_policy()
         else:
             chosen = chosen_policy(bound, "value_and_grad(fun)")
-            report_missing_scale(state.settings, state.compute, chosen)
+            report_disagreement(state.policy, chosen, state.settings)
         # NNX modules that are trained are among the objects too, as they may share variables with other arguments.
         others = [None if place in places and not is_nnx_module(arg) else arg for place, arg in enumerate(args)]
         objects = NnxArguments((others, kwargs))

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import keras
 from keras import ops
 
+from polyamp.agreement import report_disagreement
 from polyamp.backends.keras.layers import own_policy, walk
 from polyamp.backends.keras.losses import widen_losses
 from polyamp.backends.keras.native import BACKEND, autocasts, value_of
@@ -30,11 +31,9 @@ from polyamp.backends.keras.optimizer import LossScaledOptimizer
 from polyamp.backends.keras.scaler import LossScaler, skipped
 from polyamp.backends.keras.unstable import added_weights
 from polyamp.errors import LossScaleError, NonFiniteLossError, warn_once
-from polyamp.formats import format_of
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
 from polyamp.scale import report_nonfinite_loss
-from polyamp.without_effect import report_missing_scale, report_no_policy
 
 _PLAIN = "_polyamp_plain"  # the attribute of a guarded step that is the step without its guard
 
@@ -176,18 +175,11 @@ def report_unscaled(model: Any) -> None:
 def _report_mismatch(model: Any, optimizers: Sequence[LossScaledOptimizer]) -> None:
     """Warn once if optimizers were wrapped for another format than that in which the model's layers compute."""
     own = own_policy(model)
-    needs_scale = own is not None and make_policy(own).loss_scale.scales
-    if any(one.lacks_policy for one in optimizers) and not (needs_scale or autocasts()):
-        report_no_policy()
-    if own is not None:
-        for one in optimizers:
-            report_missing_scale(one.scaler.settings, one.scaler.compute, make_policy(own))
-        return
-    wanted = {one.scaler.compute for one in optimizers if one.scaler.compute is not None}
-    low = next((name for name in sorted(wanted) if format_of(name).is_low), None)
-    if low is not None and model not in CONVERTED and not autocasts():
-        warn_once(
-            f"{model.name!r} trains in float32: its optimizer was wrapped under a policy that computes in {low}, but "
-            "its layers compute in float32. Call polyamp.convert(model, policy), or give the model a rewritten step: "
-            "model.train_step = polyamp.rewrite(model.train_step, policy=policy)."
-        )
+    trains = (
+        f"{model.name!r} trains in float32: so do all its layers. Call polyamp.convert(model, policy), or give "
+        "the model a rewritten step: model.train_step = polyamp.rewrite(model.train_step, policy=policy)."
+    )
+    is_lowered = own is not None or model in CONVERTED or autocasts()
+    for one in optimizers:
+        forward = None if own is None else make_policy(own)
+        report_disagreement(one.policy, forward, one.scaler.settings, in_float32="" if is_lowered else trains)

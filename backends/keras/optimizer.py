@@ -44,6 +44,7 @@ from polyamp.errors import (
     wrapped_already,
 )
 from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.scale import StepResult, report_limits
 from polyamp.settings import LossScale, LossScaleState
 from polyamp.unscaled import gradients_in, pairs_in
@@ -80,6 +81,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         max_grad_norm: clip unscaled gradients to this global L2 norm (of their sum, if replicas share a step).
         master_weights: train float32 copies of 16-bit variables. None does so if there are such variables; False
             updates the variables themselves.
+        policy: the policy that it is wrapped for, which its config and reports name; None if nobody chose one.
         **unused: arguments that Keras' constructor accepts only for old files, at their defaults.
 
     Raises:
@@ -90,7 +92,6 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         UsageError: it is wrapped already.
     """
 
-    lacks_policy = False  # whether nobody chose the policy that it was wrapped for
     __module__ = "polyamp.backends.keras"  # what to import before a file is loaded; Keras' error names it
 
     def __init__(
@@ -103,6 +104,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         initial_scale: float | None = None,
         max_grad_norm: float | None = None,
         master_weights: bool | None = None,
+        policy: Policy | str | None = None,
         **unused: Any,
     ) -> None:
         norm = norm_limit(max_grad_norm, "LossScaledOptimizer")
@@ -124,11 +126,20 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
                 f"{type(inner_optimizer).__name__}(loss_scale_factor={factor!r}) is ignored: the optimizer that wraps "
                 "it scales the loss. Remove it; LossScale.fixed(...) is a factor that does not change."
             )
-        self.scaler = LossScaler(settings, self.add_variable)
+        self.scaler = LossScaler(settings, self.add_variable, None if policy is None else make_policy(policy))
         self.dynamic_scale, self.step_counter, *_ = self.scaler.variables
         self.max_grad_norm = norm
         check_master_weights(master_weights)
         self.master_weights = master_weights
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that it was wrapped for; None if nobody chose one."""
+        return self.scaler.policy
+
+    def __repr__(self) -> str:
+        inner = type(self.inner_optimizer).__name__
+        return f"LossScaledOptimizer({inner}, {self.scaler.settings!r}, policy={self.policy})"
 
     def build(self, var_list: Sequence[Any]) -> None:
         """Make the inner optimizer's variables and the master weights. Keras calls this before the first step."""
@@ -279,7 +290,8 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         settings = self.scaler.settings
         if settings != settings_of(None, self.initial_scale, self.dynamic_growth_steps).in_float32():
             config["loss_scale"] = settings.to_dict()
-        own = {"max_grad_norm": self.max_grad_norm, "master_weights": self.master_weights}
+        named = None if self.policy is None else str(self.policy)
+        own = {"max_grad_norm": self.max_grad_norm, "master_weights": self.master_weights, "policy": named}
         return config | {key: value for key, value in own.items() if value is not None}
 
     @classmethod
@@ -386,7 +398,7 @@ def _check_masters(inner: Any) -> None:
 
 def wrap_optimizer(
     optimizer: Any,
-    policy: Policy,
+    policy: Policy | None,
     *,
     loss_scale: LossScale,
     max_grad_norm: float | None,
@@ -402,9 +414,9 @@ def wrap_optimizer(
             allowed="loss_scale_factor=None",
             fix="remove it, and pass wrap_optimizer(loss_scale=LossScale.fixed(...))",
         )
-    wrapped = LossScaledOptimizer(optimizer, loss_scale, max_grad_norm=max_grad_norm, master_weights=master_weights)
-    wrapped.scaler.compute = policy.compute
-    return wrapped
+    return LossScaledOptimizer(
+        optimizer, loss_scale, max_grad_norm=max_grad_norm, master_weights=master_weights, policy=policy
+    )
 
 
 def scale_loss(loss: Any, holder: Any) -> Any:

@@ -14,6 +14,7 @@ import keras
 import numpy as np
 from keras import ops
 
+from polyamp.agreement import report_disagreement
 from polyamp.arrays import divided, followed, select, values_of, widened, with_masters
 from polyamp.backends.keras.native import (
     in_strategy,
@@ -24,10 +25,10 @@ from polyamp.backends.keras.native import (
 )
 from polyamp.backends.keras.unstable import is_mapped, layout_of
 from polyamp.errors import InvalidValueError, no_loss
+from polyamp.policies import Policy
 from polyamp.scale import advance, can_divide, report_limits, report_nonfinite_loss
 from polyamp.settings import LossScale, LossScaleState
 from polyamp.unscaled import ScaledLosses
-from polyamp.without_effect import report_missing_scale
 
 
 class Stored(NamedTuple):
@@ -52,9 +53,9 @@ SKIPPED = LossScaleState._fields.index("skipped") - LossScaleState._fields.index
 class LossScaler:
     """The state of a `LossScale` in variables, and its application to tensors."""
 
-    def __init__(self, settings: LossScale, add_variable: Callable[..., Any]) -> None:
+    def __init__(self, settings: LossScale, add_variable: Callable[..., Any], policy: Policy | None = None) -> None:
         self.settings = settings.in_float32()
-        self.compute: str | None = None
+        self.policy = policy  # that the optimizer was wrapped for; None if nobody chose one
         self.losses = ScaledLosses()
 
         def add(name: str, value: Any) -> Any:
@@ -74,6 +75,11 @@ class LossScaler:
         return LossScaleState(*[scale, good_steps, *ops.unstack(counters), overflow_scale])
 
     @property
+    def compute(self) -> str | None:
+        """The format that forward passes compute in, as far as the policy tells."""
+        return None if self.policy is None else self.policy.compute
+
+    @property
     def host_state(self) -> LossScaleState:
         """The scalars as Python numbers. Waits for the device."""
         scale, good_steps, counters, overflow_scale = map(value_of, self.variables)
@@ -84,7 +90,7 @@ class LossScaler:
     def scale(self, loss: Any) -> Any:
         """Return a loss in float32 (float64 stays) times the loss scale."""
         # A loss that is inf or NaN is multiplied by inf, so that its gradients are not finite and the step is skipped.
-        report_missing_scale(self.settings, self.compute)
+        report_disagreement(self.policy, None, self.settings)
         if not self.settings.check:
             return loss
         tensor = _floating(loss)

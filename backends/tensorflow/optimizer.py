@@ -50,6 +50,7 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         loss_scale: None means ``LossScale()``. With ``LossScale.none()`` it does exactly what ``optimizer`` does.
         max_grad_norm: clip unscaled gradients to this global L2 norm.
         master_weights: train float32 copies of 16-bit variables; False updates the variables themselves.
+        policy: the policy that it is wrapped for, which reports name; None if nobody chose one.
 
     Raises:
         InvalidTypeError: ``optimizer`` is not such an optimizer.
@@ -63,12 +64,13 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         max_grad_norm: float | None = None,
         *,
         master_weights: bool | None = None,
+        policy: Policy | None = None,
     ) -> None:
         _check_optimizer(optimizer)
         super().__init__(use_locking=False, name=optimizer.get_name())
         settings = LossScale() if loss_scale is None else loss_scale
         self.inner = optimizer
-        self.scaler = LossScaler(settings, max_grad_norm, master_weights=master_weights)
+        self.scaler = LossScaler(settings, max_grad_norm, master_weights=master_weights, policy=policy)
         self._calls: list[_Call] = []
         # The names under which TensorFlow's own wrappers register objects for checkpoints; there is no public way.
         self._track_trackable(self.inner, "inner")
@@ -158,6 +160,14 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         """The scale of the next loss; see `LossScaler.loss_scale`."""
         return self.scaler.loss_scale
 
+    def __repr__(self) -> str:
+        return f"LossScaledOptimizer({type(self.inner).__name__}, {self.scaler.settings!r}, policy={self.policy})"
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that it was wrapped for; None if nobody chose one."""
+        return self.scaler.policy
+
     @property
     def last_step(self) -> StepResult:
         """The result of the last step; see `LossScaler.last_step`."""
@@ -189,16 +199,14 @@ def _check_optimizer(optimizer: Any) -> None:
 
 def wrap_optimizer(
     optimizer: Any,
-    policy: Policy,
+    policy: Policy | None,
     *,
     loss_scale: LossScale,
     max_grad_norm: float | None,
     master_weights: bool | None = None,
 ) -> LossScaledOptimizer:
     """Return a wrapped optimizer of ``tf.compat.v1.train``; see `polyamp.backends.tensorflow.LossScaledOptimizer`."""
-    wrapped = LossScaledOptimizer(optimizer, loss_scale, max_grad_norm, master_weights=master_weights)
-    wrapped.scaler.compute = policy.compute
-    return wrapped
+    return LossScaledOptimizer(optimizer, loss_scale, max_grad_norm, master_weights=master_weights, policy=policy)
 
 
 def scale_loss(loss: Any, holder: Any) -> tf.Tensor:

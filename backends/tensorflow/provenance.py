@@ -15,10 +15,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.agreement import is_rewritten
 from polyamp.arrays import values_of
 from polyamp.backends.tensorflow.graphs.graph import Places, closure, is_gradient
 from polyamp.errors import unscaled_loss, warn_once
-from polyamp.without_effect import is_rewritten
 
 _CLIPPING = ("ClipByValue", "Maximum", "Minimum", "L2Loss", "EuclideanNorm")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from polyamp.agreement import report_disagreement
 from polyamp.arrays import divided, select, widened
 from polyamp.backends.tensorflow.gradients import MasterWeights, all_finite, as_dtype, excess
 from polyamp.backends.tensorflow.provenance import is_scaled
@@ -30,7 +31,6 @@ from polyamp.policies import policy as make_policy
 from polyamp.scale import StepResult, advance, can_divide, on_host, report_limits, report_nonfinite_loss
 from polyamp.settings import LossScale, LossScaleState
 from polyamp.unscaled import ScaledLosses, gradients_in, pairs_in
-from polyamp.without_effect import report_missing_scale
 
 SCALES = ("loss_scale", "dynamic_scale")
 """Names of the variables that hold a loss scale: in polyamp, and in Keras' optimizers."""
@@ -69,11 +69,12 @@ class LossScaler(tf.Module):
         max_grad_norm: float | None = None,
         *,
         master_weights: bool | None = None,
+        policy: Policy | None = None,
     ) -> None:
         chosen = settings if isinstance(settings, LossScale) else make_policy(settings).loss_scale
         super().__init__(name="loss_scaler")
         self.settings = chosen.in_float32()
-        self.compute = None if isinstance(settings, LossScale) else make_policy(settings).compute
+        self.policy = policy if isinstance(settings, LossScale) else make_policy(settings)
         self._losses = ScaledLosses()
         self._applied = None if self.settings.check else True  # unchecked steps are not counted
         self.max_grad_norm = norm_limit(max_grad_norm, "LossScaler")
@@ -81,6 +82,11 @@ class LossScaler(tf.Module):
         self.scalars = list(map(_new_scalar, names, self.settings.initial_state()))
         check_master_weights(master_weights)
         self._masters = None if master_weights is False else MasterWeights()
+
+    @property
+    def compute(self) -> str | None:
+        """The format that forward passes compute in, as far as the policy tells."""
+        return None if self.policy is None else self.policy.compute
 
     def scale(self, loss: Any) -> tf.Tensor:
         """Return the loss in float32 (float64 stays) times the loss scale.
@@ -98,7 +104,7 @@ class LossScaler(tf.Module):
             PolyampWarning: the loss is inf or NaN, as an eager tensor on the CPU; or the scaler was made for another
                 format than that of the rewritten function or the region of this call.
         """
-        report_missing_scale(self.settings, self.compute)
+        report_disagreement(self.policy, None, self.settings)
         if not self.settings.check:
             return loss
         tensor = _floating(loss)

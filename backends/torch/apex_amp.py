@@ -49,6 +49,7 @@ from polyamp.errors import (
     warn_deprecated,
     wrapped_already,
 )
+from polyamp.policies import policy
 from polyamp.run import current, note_own_precision
 from polyamp.settings import LossScale
 
@@ -291,7 +292,7 @@ def _share_scales(
     """Start the loss scales anew, also for the optimizers of earlier calls, as in Apex, and attach the new ones."""
     dtype = torch.float16 if properties.patch_torch_functions else properties.cast_model_type or torch.float32
     shared = _amp_state.scaler
-    LossScaler.__init__(shared, settings, FORMATS[dtype])
+    LossScaler.__init__(shared, settings, policy("O0" if dtype == torch.float32 else f"mixed_{FORMATS[dtype]}"))
     _amp_state.loss_scalers = [ShownScaler(shared, loss_id) for loss_id in range(count)]
     for optimizer in optimizers:
         if properties.cast_model_type and not properties.master_weights:

@@ -111,6 +111,7 @@ def read(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> Saved:
             "loss_scale": kept["loss_scale"],
             **({"loss_scales": scales} if scales else {}),
             "master_weights": masters or None,
+            **({"policy": kept["policy"]} if kept.get("policy") else {}),
         }
     except (TypeError, LookupError, ValueError, SyntaxError) as error:
         what = f'"{REST}" in a parameter group'
@@ -190,6 +191,7 @@ def _rest(optimizer: LossScaledOptimizer) -> dict[str, str]:
     rest = {
         "loss_scale": saved["loss_scale"],
         "loss_scales": {repr(loss_id): scale for loss_id, scale in saved.get("loss_scales", {}).items()},
+        "policy": saved.get("policy"),
         "without_state": [place for place, key in enumerate(keys) if not optimizer.inner.state.get(key)],
     }
     return {REST: json.dumps(rest)}

@@ -22,9 +22,7 @@ from polyamp.backends.torch import provenance, refusals
 from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.unstable import ask_before_clipping, ask_before_joining, leave_clipping
-from polyamp.errors import UsageError, warn_once
-from polyamp.policies import in_policy
-from polyamp.without_effect import report_missing_scale, report_no_policy
+from polyamp.errors import UsageError
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
@@ -184,29 +182,27 @@ def look_for_casts(optimizer: LossScaledOptimizer, losses: Iterable[Tensor]) -> 
     """Note whether one of the first losses of an optimizer for 16 bits shows a region, or a cast to 16 bits."""
     dtype = DTYPES.get(optimizer.scaler.compute or "")
     if dtype in SIXTEEN_BIT and not torch.compiler.is_compiling():
-        seen = optimizer.lowers or HERE.thread.count > optimizer.regions_before
-        optimizer.lowers = seen or any(map(_casts, losses))
+        optimizer.lowers = optimizer.lowers or HERE.thread.policy is not None or any(map(_casts, losses))
 
 
 def report_policy(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:
-    """Warn once, at a later step, if the regions and the optimizer's policy do not fit each other."""
-    if optimizer.steps < STEPS:
-        optimizer.steps += 1
-        if optimizer.steps == STEPS and optimizer.lacks_policy and not in_policy():
-            report_no_policy()
-        if optimizer.steps == STEPS and optimizer.lowers is False:
-            warn_once(
-                f"the optimizer was wrapped for {optimizer.scaler.compute}, and its losses were computed in float32 "
-                "alone: nothing runs in 16 bits. Compute the loss in a region: with polyamp.autocast(policy): ...",
-            )
-    scaler, forward = optimizer.scaler, HERE.thread.policy
-    if HERE.thread.count == optimizer.regions_before or (forward is not None and forward.compute == scaler.compute):
+    """Warn once, from the second step on, if the policies of the regions and of the optimizer do not fit each other."""
+    optimizer.steps = min(optimizer.steps + 1, STEPS)
+    own, forward = optimizer.scaler.policy, HERE.thread.policy
+    if optimizer.steps < STEPS or (own is not None and forward is not None and own.compute == forward.compute):
         return
-    optimizer.regions_before = HERE.thread.count
     # Another optimizer may have a loss scale, and the region may have been for that one.
-    if not (scaler.multiplies or any(one.scaler.multiplies for one in list(alive))):
-        optimizer.lacks_policy = False  # reported here
-        report_missing_scale(scaler.settings, scaler.compute, forward)
+    if not (own is not None and forward is not None and any(one.scaler.multiplies for one in list(alive))):
+        from polyamp.agreement import report_disagreement  # programs that agree do not load it
+
+        said = _IN_FLOAT32 if optimizer.lowers is False else ""
+        report_disagreement(own, forward, optimizer.scaler.settings, in_float32=said)
+
+
+_IN_FLOAT32 = (
+    "its losses were computed in float32 alone: nothing runs in 16 bits. Compute the loss in a region: "
+    "with polyamp.autocast(policy): ..."
+)
 
 
 def _casts(loss: Tensor) -> bool:

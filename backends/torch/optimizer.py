@@ -63,6 +63,7 @@ from polyamp.settings import LossScale
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.fused import FusedStep
+    from polyamp.policies import Policy
 
 Groups = list[dict[str, Any]]
 _OF_BACKWARD = ("gradient", "retain_graph", "create_graph", "inputs")
@@ -101,7 +102,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             tensor, whose ranks are known.
         named_parameters: names for the parameters in messages, as in ``model.named_parameters()``. Without them, the
             names given to the optimizer, or those of a module that has the parameters.
-        compute: the format that forward passes compute in, for messages about losses that are not finite.
+        policy: the policy that it is wrapped for, which `repr`, states and reports name; None if nobody chose one.
 
     Raises:
         InvalidTypeError: ``optimizer`` is not an optimizer, or another argument has the wrong type.
@@ -119,7 +120,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         process_group: Any = None,
         norm_group: Any = None,
         named_parameters: Iterable[tuple[str, Tensor]] = (),
-        compute: str | None = None,
+        policy: Policy | None = None,
     ) -> None:
         # No super().__init__(): it would build its own groups and state in addition to the inner optimizer's.
         if isinstance(optimizer, LossScaledOptimizer):
@@ -133,7 +134,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         named = refusals.named_tensors(named_parameters)
         self.inner: torch.optim.Optimizer = optimizer
         settings = LossScale.of("dynamic" if loss_scale is None else loss_scale)
-        self.scaler = LossScaler(settings, compute)  # of losses without an id
+        self.scaler = LossScaler(settings, policy)  # of losses without an id
         self.max_grad_norm, self.fused_step, self.masters_wanted = max_grad_norm, fused_step, master_weights
         self.on_device = fused_step if self.scaler.settings.check else False  # who skips; see `update_or_skip`
         self.masters = make_masters(optimizer, master_weights)
@@ -152,8 +153,9 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.process_group, self.norm_group = process_group, norm_group
         self._join_config: Any = None  # set by torch's ``Join``
         self.named = {} if named is None else named
-        self.steps, self.regions_before, self.lacks_policy = 0, HERE.thread.count, False  # see `report_policy`
-        self.lowers: bool | None = None
+        self.steps = 0
+        self.lowers: bool | None = None  # whether one of its first losses showed 16 bits; see `report_policy`
+        HERE.thread.policy = None  # that of forward passes from now on
         self.findings = WindowFlags()  # of the gradients so far
         self.is_decided = False  # whether the ranks have decided about this step
         self._simple_for = (0, False)  # the number of parameters at the last `Gradients.are_simple`, and its result
@@ -169,7 +171,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self._reset_unsaved()
 
     def __repr__(self) -> str:
-        return f"LossScaledOptimizer({self.inner!r}, {self.scaler.settings!r})"
+        return f"LossScaledOptimizer({self.inner!r}, {self.scaler.settings!r}, policy={self.policy})"
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner" or name.startswith("__"):  # copying and unpickling start without an inner optimizer
@@ -182,6 +184,11 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The inner optimizer's default options."""
         return self.inner.defaults
+
+    @property
+    def policy(self) -> Policy | None:
+        """The policy that it was wrapped for; None if nobody chose one."""
+        return self.scaler.policy
 
     @property
     def loss_scale(self) -> float:

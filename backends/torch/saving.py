@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
 
 _KEYS = ("state", "param_groups", "loss_scale", "master_weights")
-_OURS = ("loss_scale", "loss_scales", "master_weights")
+_OURS = ("loss_scale", "loss_scales", "master_weights", "policy")
 # the names that running means of gradients, of their parameter's shape, have in most optimizers
 _MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 
@@ -47,6 +47,7 @@ def own_part(optimizer: LossScaledOptimizer) -> dict[str, Any]:
         "loss_scale": _saved_scale(scaler),
         **({"loss_scales": others} if others else {}),
         "master_weights": None if masters is None else masters.state(),
+        **({} if optimizer.policy is None else {"policy": str(optimizer.policy)}),
     }
 
 
@@ -76,6 +77,9 @@ def load(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
         optimizer.masters.load(saved["master_weights"])
     for loss_id, state in scales:
         optimizer.scaler.of(loss_id).resume(state)
+    policy = str(optimizer.policy)
+    if saved.get("policy", policy) != policy:
+        warn_once(f"the saved state is of an optimizer for {saved['policy']}, and goes on in one for {policy}.")
 
 
 def _saved_scale(scaler: LossScaler) -> dict[str, Any]:

@@ -38,6 +38,7 @@ from polyamp.backends.torch.ranks import Decision, decide, has_peers, report_kep
 from polyamp.backends.torch.refusals import refused_elsewhere, unlike_scales
 from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, warn_once, wrong_type
 from polyamp.formats import in_single
+from polyamp.policies import Policy
 from polyamp.scale import advance, non_finite_loss, on_host, report_limits, report_nonfinite_loss
 from polyamp.settings import LossScale, LossScaleState
 from polyamp.trees import check_tree
@@ -46,9 +47,9 @@ from polyamp.trees import check_tree
 class LossScaler:
     """A `LossScale` in use: its settings and its state, and the scalers of losses with an id, each with its own."""
 
-    def __init__(self, settings: LossScale, compute: str | None = None) -> None:
+    def __init__(self, settings: LossScale, policy: Policy | None = None) -> None:
         self.settings = settings.in_float32()  # so that host and device use the same scales
-        self.compute = compute
+        self.policy = policy
         self.state = self.settings.initial_state()
         self.others: dict[Hashable, LossScaler] = {}  # of losses with an id
         self.loss_was_finite: bool | Tensor | None = None  # of all losses since the last step; None without any
@@ -62,10 +63,10 @@ class LossScaler:
 
     def __getstate__(self) -> dict[str, Any]:
         state = on_host(self.state)
-        return {"settings": self.settings, "compute": self.compute, "state": state, "others": self.others}
+        return {"settings": self.settings, "policy": self.policy, "state": state, "others": self.others}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        LossScaler.__init__(self, saved["settings"], saved["compute"])
+        LossScaler.__init__(self, saved["settings"], saved["policy"])
         self.others = saved["others"]
         self.resume(self.settings.from_state_dict(saved["state"]._asdict()))
 
@@ -85,8 +86,13 @@ class LossScaler:
                 warn_once(_ONE_SCALE)
             return self
         if loss_id not in self.others:
-            self.others[loss_id] = LossScaler(self.settings, self.compute)
+            self.others[loss_id] = LossScaler(self.settings, self.policy)
         return self.others[loss_id]
+
+    @property
+    def compute(self) -> str | None:
+        """The format that forward passes compute in, as far as the policy tells."""
+        return None if self.policy is None else self.policy.compute
 
     def all(self) -> list[LossScaler]:
         """Return this scaler, and those of losses with an id."""

@@ -19,7 +19,7 @@ from polyamp.settings import LossScale, LossScaleState
 
 def wrap_optimizer(
     optimizer: Any,
-    policy: Policy,
+    policy: Policy | None,
     *,
     loss_scale: LossScale,
     max_grad_norm: float | None,
@@ -33,7 +33,7 @@ def wrap_optimizer(
 
     See `LossScaledOptimizer` for the options and errors.
     """
-    report_slow(policy.compute)
+    report_slow("float32" if policy is None else policy.compute)
     options: dict[str, Any] = {"max_grad_norm": max_grad_norm, "master_weights": master_weights}
     options |= {"fused_step": fused_step, "process_group": process_group, "norm_group": norm_group}
     if not isinstance(optimizer, list | tuple):
@@ -45,9 +45,9 @@ def wrap_optimizer(
     return wrapped
 
 
-def _wrap(optimizer: Any, policy: Policy, loss_scale: LossScale, **options: Any) -> LossScaledOptimizer:
-    wrapped = LossScaledOptimizer(optimizer, loss_scale, compute=policy.compute, **options)
-    if policy.needs_master_weights and options["master_weights"] is None and wrapped.masters is None:
+def _wrap(optimizer: Any, policy: Policy | None, loss_scale: LossScale, **options: Any) -> LossScaledOptimizer:
+    wrapped = LossScaledOptimizer(optimizer, loss_scale, policy=policy, **options)
+    if policy and policy.needs_master_weights and options["master_weights"] is None and wrapped.masters is None:
         warn_once(
             f"policy {policy} stores parameters in {policy.param}, and these parameters are not: "
             "call polyamp.convert(model, policy) before its optimizer is wrapped."

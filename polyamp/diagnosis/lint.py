@@ -18,7 +18,7 @@ from polyamp.adapters import find_verb
 from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.errors import check_count, refuses_unreadable
 from polyamp.flow import AS_WRITTEN
-from polyamp.formats import FORMATS
+from polyamp.formats import FORMATS, format_of
 from polyamp.operations import is_product
 from polyamp.plan import BY_HAND, PlannedOperation
 from polyamp.policies import Policy
@@ -145,7 +145,8 @@ def lint(
         target: a step, a loss function or a model, as for `polyamp.explain`.
         *args: its arguments; without them, a target that takes some has no plan, and only the optimizer and the
             parameters are judged.
-        policy: a policy or its name; None is the current policy if that computes in 16 bits, else mixed_float16.
+        policy: a policy or its name; None is the wrapped optimizer's, or else the current policy if that computes in 16
+            bits, or else mixed_float16.
         optimizer: the optimizer that the step is trained with, wrapped or not.
         backend: the framework's name, if neither the target nor the arguments show it.
         rows: number of rows (tokens, examples) that one step's loss is divided by, over all calls and devices: 1 for a
@@ -159,7 +160,9 @@ def lint(
         PolyampError: `polyamp.explain` cannot plan the target.
     """
     known = None if rows is None else check_count("rows", rows, where="lint(rows=)")
-    chosen = sixteen_bit(policy)
+    own = getattr(optimizer, "policy", None)
+    is_low = isinstance(own, Policy) and format_of(own.compute).is_low
+    chosen = sixteen_bit(own if policy is None and is_low else policy)
     found = find_verb("holder", backend, (target, args, kwargs, optimizer), where="lint(target, *args)")
     holder: Holder = found(target, args, kwargs, chosen, optimizer)
     if hasattr(type(target), "plan"):  # a rewritten function

@@ -121,7 +121,7 @@ def test_float16_layers_and_an_optimizer_that_was_wrapped_without_a_policy_are_r
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(2)])
     polyamp.convert(model, "mixed_float16")
     model.compile(polyamp.wrap_optimizer(keras.optimizers.SGD(0.1)), loss="mse")
-    with pytest.warns(polyamp.PolyampWarning, match="wrapped without a loss scale"):
+    with pytest.warns(polyamp.PolyampWarning, match="wrapped without a policy"):
         model.train_on_batch(np.ones((4, 4), "float32"), np.ones((4, 2), "float32"))
 
 

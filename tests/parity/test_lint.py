@@ -282,3 +282,14 @@ def test_of_a_rewritten_function_its_plan_is_judged() -> None:
 def test_what_cannot_be_planned_is_refused_with_the_reason() -> None:
     with pytest.raises(polyamp.errors.UsageError, match="reads the value of a traced array"):
         polyamp.lint(lambda w, x: x if x.sum() > 0 else w, jnp.asarray(W), jnp.asarray(X), policy=F16)
+
+
+def test_the_policy_is_the_optimizers_where_none_is_given() -> None:
+    model = linear()
+    wrapped = polyamp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), "mixed_bfloat16")
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_bfloat16")
+    legacy = polyamp.wrap_optimizer(v1.train.GradientDescentOptimizer(0.1), "mixed_bfloat16")
+    targets = ((model, wrapped), ({"w": W}, tx), ({"w": W}, tx.init({"w": W})), (tf.Module(), legacy))
+    for target, optimizer in targets:
+        assert polyamp.lint(target, optimizer=optimizer).policy == "mixed_bfloat16"
+    assert polyamp.lint(model, optimizer=wrapped, policy=F16).policy == str(polyamp.policy(F16))

@@ -31,6 +31,14 @@ class Conformance:
         assert adapter.name == harness.name
         assert adapters.adapter_of(harness.plain_optimizer()) is adapter
 
+    def test_an_optimizer_keeps_its_policy(self, harness: Any) -> None:
+        chosen = policy("mixed_bfloat16", rules={"softmax": "lower"})
+        wrapped = polyamp.wrap_optimizer(harness.plain_optimizer(), chosen)
+        assert wrapped.policy == chosen
+        assert f"policy={chosen}" in repr(wrapped)
+        assert polyamp.wrap_optimizer(harness.plain_optimizer(), loss_scale=8.0).policy == policy("float32")
+        assert polyamp.wrap_optimizer(harness.plain_optimizer()).policy is None  # nobody chose one
+
     def test_description_is_json(self, harness: Any) -> None:
         description = adapters.adapter_named(harness.name).describe()
         assert json.loads(json.dumps(description)) == description

@@ -135,7 +135,7 @@ def _traced_step(
         has_aux = isinstance(results, tuple) and len(results) == 2
         if not differentiates and _is_scalar(results[0] if has_aux else results):
             one = LossScale.fixed(1.0)
-            args = (state_type(one, "float16")(*initial_scalars(one), inner_state=None, master_weights=None), *args)
+            args = (state_type(one, policy)(*initial_scalars(one), inner_state=None, master_weights=None), *args)
             program, _, loss_index = _trace(_differentiated(step, policy, has_aux=has_aux), args, given)
         elif not differentiates:
             program, _, loss_index = _trace(step, args, given, policy)

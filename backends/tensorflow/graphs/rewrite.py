@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from polyamp.adapters import check_options
+from polyamp.agreement import traced_for
 from polyamp.backends.tensorflow.devices import report_slow
 from polyamp.backends.tensorflow.graphs.capture import (
     FUNCTION,
@@ -28,7 +29,7 @@ from polyamp.errors import not_traced, warn_once
 from polyamp.formats import format_of
 from polyamp.plan import Plan
 from polyamp.policies import Policy
-from polyamp.without_effect import NO_PRODUCTS, report_nothing_lowered, report_refused, report_unused, traced_for
+from polyamp.without_effect import NO_PRODUCTS, report_nothing_lowered, report_refused, report_unused
 
 _PLANS = "_polyamp_plans"  # an attribute of a rewritten function's Python function, which bound methods share
 

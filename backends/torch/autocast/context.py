@@ -79,8 +79,7 @@ class Entered(ContextDecorator):
         frame = regions.enter(region, DEVICE_TYPES)
         self._entered.append(frame)
         if frame.outer is None and frame.grad:
-            here = HERE.thread
-            here.policy, here.count = policy, here.count + 1
+            HERE.thread.policy = policy
 
     @unstable.never_compiled
     def __exit__(self, *error: Any) -> None:

@@ -236,14 +236,13 @@ class Frame:
 class Thread:
     """What is known of a thread: the region that it is in, and those in which it recorded autograd's nodes."""
 
-    __slots__ = ("count", "frame", "history", "policy")  # an attribute of a `threading.local` takes thrice as long
+    __slots__ = ("frame", "history", "policy")  # an attribute of a `threading.local` takes thrice as long
 
     def __init__(self) -> None:
         self.frame: Frame | None = None
         self.history = History()
-        # the last outermost region that was entered with gradients on: its policy, and the number of them
+        # of the last outermost region that was entered with gradients on, since an optimizer was wrapped
         self.policy: Policy | None = None
-        self.count = 0
 
 
 class _Local(threading.local):

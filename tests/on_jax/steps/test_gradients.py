@@ -319,8 +319,18 @@ def test_a_float16_function_and_an_optimizer_that_was_wrapped_without_a_policy_a
     chosen = polyamp.wrap_optimizer(optax.sgd(0.1), "mixed_float16", loss_scale=polyamp.LossScale.none()).init(params)
     differentiated = value_and_grad(lambda params: params["w"] @ params["w"], "mixed_float16")
     differentiated(chosen, params)  # the user's own choice
-    with pytest.warns(polyamp.PolyampWarning, match="wrapped without a loss scale"):
+    with pytest.warns(polyamp.PolyampWarning, match="wrapped without a policy"):
         differentiated(unscaled, params)
+
+
+def test_an_optimizer_that_was_wrapped_without_a_policy_is_reported_where_jax_differentiates() -> None:
+    params = {"w": jnp.ones(4)}
+    tx = polyamp.wrap_optimizer(optax.sgd(0.1))
+    grads = jax.grad(lambda params: params["w"] @ params["w"])(params)
+    with polyamp.policy("float32"):
+        tx.update(grads, tx.init(params), params)  # somebody chose float32
+    with pytest.warns(polyamp.PolyampWarning, match="wrapped without a policy"):
+        jax.jit(tx.update)(grads, tx.init(params), params)
 
 
 def test_without_scaling_a_non_finite_loss_is_not_looked_at() -> None:

@@ -118,12 +118,16 @@ def test_a_float16_region_and_an_optimizer_that_was_wrapped_without_a_policy_are
     with polyamp.autocast("mixed_float16"):
         pass  # before the optimizer was wrapped: not one of its forward passes
     unscaled = polyamp.wrap_optimizer(plain)
-    for policy in ("float32", "mixed_bfloat16"):
-        step(unscaled, policy)
+    for _ in range(2):
+        step(unscaled, "float32")  # which somebody chose
     step(polyamp.wrap_optimizer(plain, "mixed_float16", loss_scale=polyamp.LossScale.none()), "mixed_float16")
-    with pytest.warns(polyamp.PolyampWarning, match="wrapped without a loss scale") as caught:
+    with pytest.warns(polyamp.PolyampWarning, match="wrapped without a policy") as caught:
         step(unscaled, "mixed_float16")
     assert caught[0].filename == __file__
+    for_bfloat16 = polyamp.wrap_optimizer(plain, "mixed_bfloat16")
+    step(for_bfloat16, "mixed_bfloat16")
+    with pytest.warns(polyamp.PolyampWarning, match="wrapped without a loss scale"):
+        step(for_bfloat16, "mixed_float16")
 
 
 def steps_of(policy: str, ahead: Any, by: str = "backward") -> None:

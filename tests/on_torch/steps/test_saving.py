@@ -399,3 +399,14 @@ def test_a_state_that_has_lost_its_moments_is_reported(name: str) -> None:
         resumed.load_state_dict(read)
     assert not resumed.state
     resumed.load_state_dict(opt.state_dict())
+
+
+def test_a_state_of_another_policy_is_loaded_and_reported() -> None:
+    def wrapped(policy: str) -> Any:
+        return polyamp.wrap_optimizer(torch.optim.SGD([torch.ones(2)], lr=0.1), policy, loss_scale=8.0)
+
+    saved = wrapped("mixed_float16").state_dict()
+    assert saved["policy"] == "mixed_float16"
+    wrapped("mixed_float16").load_state_dict(saved)
+    with pytest.warns(polyamp.PolyampWarning, match="for mixed_float16, and goes on in one for mixed_bfloat16"):
+        wrapped("mixed_bfloat16").load_state_dict(saved)

@@ -109,14 +109,18 @@ WRONG = """
 
 No rule for formats helps where the program itself needs more than 16 bits:
 
-- A product beyond 65504 that is divided later, as in `(x @ x.T) / n`: float16 has no such number. Divide before.
-- Probabilities that are multiplied as matrices (hidden Markov models, Sinkhorn): small ones round to 0. Use logarithms.
+- A product beyond 65504 that a program returns, that 16-bit work reads, or that is divided later by anything but a
+  product, as in `v = a @ v` and then `v / norm(v)`: float16 has no such number. Divide before. Gram matrices and
+  covariances that only a loss reads are float32, and so are the quotients of linear attention.
+- `2 * a * b / (a + b)` (a harmonic mean, an F-measure) overflows from 256 on. Write `2 / (1 / a + 1 / b)`.
+- Differences of function values, `sin(y + 0.001) - sin(y)`: the step is lost beside `y`. Use the derivative.
+- The gradients of products that cancel, as in `mean(a @ a.T) + mean(b @ b.T) - 2 * mean(a @ b.T)`: each is rounded
+  before they are added. Subtract the means instead.
 - A constant that is added to a 16-bit value and removed by a minimum or maximum, as in `(y - min(y)) / (max(y) -
   min(y))`, leaves the roundings of the sum. Differences with means and with other values are computed in float32.
 - Small steps in a Python loop, `y = y + 0.005 * f(y)`, are float32 where a program is rewritten. Under ambient autocast
   of PyTorch each is lost beside `y`, and in TensorFlow the gradients of the steps add up in
   16 bits. A loop of the framework (`scan`, `while`) carries both in float32.
-- Sums that are normalised later (linear attention over long sequences) are products beyond 65504: divide before.
 - Parameters beyond 65504 in JAX, under `jax.jit` and float16: their numbers are not known when they are cast. One that
   only scales values is right; a bias or a factor of a product becomes inf. `polyamp.lint` reports them.
 - A constant array that the format can only round is rounded where a 16-bit value meets it. In bfloat16 a mask of -1e9

@@ -26,9 +26,11 @@ IN_DISTANCE = "subtracted from squares of its operands"
 """What it finds about the product in a squared distance that is written out."""
 SOLVED = "read by solvers alone"
 """What it finds about a product of matrices that solvers and factorizations read."""
+IN_QUOTIENT = "a quotient of products"
+"""What it finds about a product of matrices that divides, what it divides, and the products that these multiply."""
 READ_IN_NORMS = "read by full work and norms alone"
 """What it finds about a sum with a constant: if the constant is large, a difference cancels it."""
-STEPS = "a small step of a value"
+SMALL_STEPS = "a small step of a value"
 """What it finds about the sum of a value and a small multiple of another."""
 ACCUMULATES = "a state that is written"
 """What it finds about an accumulator, and what is between its old value and its new one."""
@@ -214,7 +216,7 @@ def flow(
     # multiplying such an input. An operation that is ``full`` only because of its range is ``full`` only in formats
     # with a range narrower than that of float32. A norm that is written out returns low values, but is computed in
     # float32 (see the end of this file). A product with constant weights is an average: it follows strong data. One
-    # of computed weights alone stays as declared.
+    # of computed weights alone stays as declared, and one of strong values alone, such as probabilities, is strong.
     #
     # Source: the classes are those of `polyamp.operations`. TensorFlow's pass also distinguishes values that are
     # float32 by declaration from values that need float32: it paints a whole graph
@@ -245,7 +247,7 @@ _Choice = tuple[str, Value, str]  # a format, the state of the outputs, and the 
 def _by_class(decision: Decision, inputs: Sequence[Value], compute: str, gradient: bool, asked: str) -> _Choice:
     """Decide by the class and what is known of the result. A low result may be computed in float32."""
     operation, op_class, by_table = decision.operation, decision.op_class, decision.reason == TABLE
-    if by_table and _is_asked(operation, op_class, inputs, asked):
+    if by_table and _is_asked(operation, op_class, inputs, gradient, asked):
         return _strong(operation, asked)
     if by_table and _overflows(operation, compute):
         return _strong(operation, f"{operation} leaves the range of {compute}")
@@ -257,8 +259,8 @@ def _by_class(decision: Decision, inputs: Sequence[Value], compute: str, gradien
         maker = next(value.maker for value in inputs if value.state == "low")
         return "float32", Value("low", maker, role="normalized"), "the numbers of a parameter are not known"
     if op_class == "lower":
-        average = _average(operation, inputs) if by_table else None
-        return average or (compute, Value("low", operation), decision.reason)
+        wide = _wide_product(operation, inputs, gradient) if by_table else None
+        return wide or (compute, Value("low", operation), decision.reason)
     if op_class == "full":
         return _strong(operation, decision.reason)
     if op_class == "inner":
@@ -272,14 +274,18 @@ def _by_class(decision: Decision, inputs: Sequence[Value], compute: str, gradien
     return _follow(inputs, compute)
 
 
-def _is_asked(operation: str, op_class: str, inputs: Sequence[Value], asked: str) -> bool:
+def _is_asked(operation: str, op_class: str, inputs: Sequence[Value], gradient: bool, asked: str) -> bool:
     """Return whether an operation is in float32 because of what becomes of its result."""
     if asked == ACCUMULATES:
         return op_class in ("follow", "neutral", "promote")
     if asked in (IN_DISTANCE, SOLVED):
         return op_class == "lower" or operation == "mul"
+    if asked and gradient and op_class == "lower":  # as its forward product
+        return True
+    if asked == IN_QUOTIENT:
+        return op_class == "lower" and all(value.state != "weak" for value in inputs)
     of_lows = all(value.state == "low" for value in inputs[:2])
-    return of_lows and (asked == STEPS or (asked == READ_IN_FULL and operation == "mul"))
+    return of_lows and (asked == SMALL_STEPS or (asked == READ_IN_FULL and operation in ("mul", "matmul")))
 
 
 def _cancels(operation: str, op_class: str, inputs: Sequence[Value], asked: str) -> bool:
@@ -304,10 +310,12 @@ def _averages(operation: str, inputs: Sequence[Value]) -> bool:
     return operation == "avg_pool" or (operation in _PRODUCTS and any(value.role in _WEIGHTS for value in inputs))
 
 
-def _average(operation: str, inputs: Sequence[Value]) -> _Choice | None:
-    """Decide a product that is an average of strong values, or of computed weights alone."""
+def _wide_product(operation: str, inputs: Sequence[Value], gradient: bool) -> _Choice | None:
+    """Decide a product of strong values, or of computed weights alone, and an average of strong values."""
     if inputs and all(value.role == "weights" for value in inputs):
         return "float32", WEAK, "as declared"
+    if operation in _PRODUCTS and not gradient and {value.state for value in inputs} == {"strong"}:
+        return _strong(inputs[0].maker, f"after {inputs[0].maker}")
     strong = _first([value for value in inputs if value.role not in _WEIGHTS], "strong")
     if strong is None or not _averages(operation, inputs):
         return None

@@ -1,9 +1,12 @@
 """A look at the readers of a graph's values, before the flow rule decides its operations.
 
-The flow rule goes forward, so it does not know what becomes of a value. Seven patterns need that:
+The flow rule goes forward, so it does not know what becomes of a value. Eight patterns need that:
 
 - A product of two low values that only full work reads, such as the sum in ``(a * b).sum()``, is computed inside that
-  work, in float32. So are the products of a difference of products: it may be much smaller than they are.
+  work, in float32. So are the products of a difference of products: it may be much smaller than they are. A product of
+  matrices, such as a covariance, is one of them unless it is a score, of which an exponential is taken.
+- A product of matrices that divides, as in linear attention, is in float32, and so is what it divides: their quotient
+  is much smaller than both.
 - A product that is subtracted from squares of its own operands, as in ``|a|^2 + |b|^2 - 2ab``, is in float32: the
   distance may be much smaller than all three.
 - A product of matrices that solvers and factorizations alone read, such as ``x.T @ x`` of least squares, is in float32:
@@ -19,10 +22,20 @@ The flow rule goes forward, so it does not know what becomes of a value. Seven p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from polyamp.flow import ACCUMULATES, IN_DISTANCE, READ_IN_FULL, READ_IN_NORMS, SOLVED, STEPS, Value, statistic
+from polyamp.flow import (
+    ACCUMULATES,
+    IN_DISTANCE,
+    IN_QUOTIENT,
+    READ_IN_FULL,
+    READ_IN_NORMS,
+    SMALL_STEPS,
+    SOLVED,
+    Value,
+    statistic,
+)
 
 DIVIDES = "a constant divisor"
 
@@ -31,6 +44,11 @@ _AFFINE = _MOVES | {"add", "sub", "mul", "div", "lerp", "addcmul"}
 _KEEPING = _AFFINE | {"clip", "maximum", "minimum", "scatter", "scatter_add", "concat", "stack"}
 _LINEAR = _AFFINE | {"avg_pool", "sum", "mean", "matmul", "conv", "einsum"}  # in one input, if the others are constants
 _LOGARITHMS = frozenset({"log", "log2", "log10", "reciprocal", "rsqrt"})
+# What takes the scores of attention or of classes, which may stay in 16 bits.
+_SCORING = frozenset(
+    {"exp", "softmax", "log_softmax", "logsumexp", "softplus", "log_sigmoid", "cross_entropy"}
+    | {"binary_cross_entropy_with_logits"}
+)
 _SMALL = 2.0**-5  # of a step: in bfloat16 it would lose half of its bits and more
 _LOW = Value("low")
 _PASSING = frozenset({"follow", "neutral", "promote"})
@@ -42,6 +60,7 @@ _SOLVERS = frozenset(
 _SQUARES = frozenset({"square", "pow", "norm"})
 _JOINING = frozenset({"concat", "stack", "tile", "diagonal"})
 _ADDING = _MOVES | _JOINING | {"add", "sub"}
+_SCALING = _AFFINE | {"maximum", "clip"}
 _SUMMING = frozenset({*_SQUARES, "sum", "mean", "sqrt"})
 
 
@@ -81,10 +100,13 @@ def look(
     """
     variable = [read._replace(inputs=[value for value in read.inputs if value not in constants]) for read in reads]
     found = dict.fromkeys(_divisors(reads, constants), DIVIDES)
-    found |= dict.fromkeys(_read_in_full(variable, results), READ_IN_FULL)
+    sums = {value for read in reads if read.operation in _PRODUCTS for value in read.outputs}
+    found |= dict.fromkeys(_read_in_full(variable, results) - sums, READ_IN_FULL)
+    found |= dict.fromkeys(_read_in_full(variable, results, but=_SCORING) & sums, READ_IN_FULL)
     found |= dict.fromkeys(_solved(variable, results), SOLVED)
     found |= dict.fromkeys(_read_in_norms(variable, results), READ_IN_NORMS)
-    found |= dict.fromkeys(_steps(variable), STEPS)
+    found |= dict.fromkeys(_steps(variable), SMALL_STEPS)
+    found |= dict.fromkeys(_in_quotients(variable), IN_QUOTIENT)
     found |= dict.fromkeys(_in_distances(reads, constants, number), IN_DISTANCE)
     return found | dict.fromkeys(_accumulated(variable, written), ACCUMULATES)
 
@@ -101,16 +123,18 @@ def _divisors(reads: Sequence[Read], constants: Collection[Hashable]) -> set[Has
     return found.intersection(constants)
 
 
-def _read_in_full(reads: Sequence[Read], results: Collection[Hashable]) -> list[Hashable]:
+def _read_in_full(reads: Sequence[Read], results: Collection[Hashable], but: Collection[str] = ()) -> Set[Hashable]:
     differences = _differences(reads)
 
     def wants(read: Read, after: int) -> int:
+        if read.operation in but:
+            return _NO
         if read.op_class == "full" or read.operation == "sqrt" or not differences.isdisjoint(read.outputs):
             return _YES
         passes = read.op_class in _PASSING or (len(read.inputs) == 1 and read.operation in _LINEAR)
         return after if passes else _NO
 
-    return list(_wanted(reads, results, wants))
+    return _wanted(reads, results, wants).keys()
 
 
 def _solved(reads: Sequence[Read], results: Collection[Hashable]) -> list[Hashable]:
@@ -124,7 +148,8 @@ def _solved(reads: Sequence[Read], results: Collection[Hashable]) -> list[Hashab
 
 def _read_in_norms(reads: Sequence[Read], results: Collection[Hashable]) -> list[Hashable]:
     """Return the values that full work alone reads, at least once after a mean or an equal term was subtracted."""
-    means, products = _means(reads), {value for read in reads if _is_product(read) for value in read.outputs}
+    means, multiplied = _means(reads), [read for read in reads if _is_product(read) or read.operation in _PRODUCTS]
+    products = {value for read in multiplied for value in read.outputs}
 
     def wants(read: Read, after: int) -> int:
         if read.operation == "sub" and len(read.inputs) == 2 and (after or not means.isdisjoint(read.inputs)):
@@ -204,6 +229,30 @@ def _differences(reads: Sequence[Read]) -> set[Hashable]:
         if is_difference or (read.op_class in _PASSING and not differences.isdisjoint(read.inputs)):
             differences.update(read.outputs)
     return differences
+
+
+def _in_quotients(reads: Sequence[Read]) -> set[Hashable]:
+    """Return products of matrices that divide, those that they divide, and those among the operands of these."""
+    behind: defaultdict[Hashable, set[Hashable]] = defaultdict(set)  # for a value, the products that it scales or adds
+    operands: dict[Hashable, set[Hashable]] = {}  # for a product, those behind its operands
+    inverse: set[Hashable] = set()  # one over a product
+    terms = {value for read in reads if _is_product(read) for value in read.outputs}
+    found: set[Hashable] = set()
+    for read in reads:
+        operation, before = read.operation, {product for value in read.inputs for product in behind[value]}
+        multiplies, is_alone = operation in _PRODUCTS, len(read.inputs) == 1
+        if multiplies or (operation == "sum" and not terms.isdisjoint(read.inputs)):
+            operands |= dict.fromkeys(read.outputs, before)
+            behind |= {value: {value} for value in read.outputs}
+        elif operation in _ADDING or (is_alone and operation in _SCALING):
+            behind |= dict.fromkeys(read.outputs, before)
+        is_inverse = not inverse.isdisjoint(read.inputs)
+        if operation == "reciprocal" or (is_inverse and is_alone and operation in _SCALING):
+            inverse.update(read.outputs if is_inverse or before else ())
+        divides = operation == "div" and len(read.inputs) == 2 and behind[read.inputs[1]]
+        if divides or operation == "reciprocal" or (is_inverse and (multiplies or operation == "mul")):
+            found |= before | (operands.keys() & {*read.outputs})
+    return found.union(*(operands[product] for product in found))
 
 
 _Terms = dict[Hashable, int]  # what a sum has as its terms, with their signs; 0 if the sign is not known

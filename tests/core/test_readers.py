@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from polyamp.flow import (
     ACCUMULATES,
     IN_DISTANCE,
+    IN_QUOTIENT,
     READ_IN_FULL,
     READ_IN_NORMS,
+    SMALL_STEPS,
     SOLVED,
-    STEPS,
     Decision,
     Value,
     decide,
@@ -143,9 +144,70 @@ def test_a_constant_that_cancels_is_added_in_float32_and_the_sum_stays_low() -> 
 def test_small_steps_are_found(program: tuple[str, ...], factor: float, found: str) -> None:
     first, *others = reads(*program)
     looked = look([first._replace(factor=factor), *others], results=[], constants=[], written={})
-    assert {value for value, reason in looked.items() if reason == STEPS} == set(found.split())
-    assert by_table("add", LOW, LOW, asked=STEPS).output == Value("strong", "add")
-    assert by_table("add", LOW, WEAK, asked=STEPS).format == "float16"
+    assert {value for value, reason in looked.items() if reason == SMALL_STEPS} == set(found.split())
+    assert by_table("add", LOW, LOW, asked=SMALL_STEPS).output == Value("strong", "add")
+    assert by_table("add", LOW, WEAK, asked=SMALL_STEPS).format == "float16"
+
+
+GRAM = ("g = matmul t y", "d = div g", "e = sub d k", "q = square e")
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        (GRAM, "g"),
+        (("g = matmul a b", "s = mul g", "p = softmax s", "z = matmul p c"), ""),  # attention
+        (("g = matmul a b", "e = exp g", "s = sum g", "r = add e s"), ""),
+        (("g = matmul a b", "r = relu g", "z = matmul r c"), ""),
+        (("g = matmul a b", "m = mean g", "d = sub g m", "q = square d"), "g"),
+    ],
+)
+def test_a_product_of_matrices_is_found_that_is_not_a_score(program: tuple[str, ...], found: str) -> None:
+    looked = look(reads(*program), results=[program[-1].split()[0]], constants=["k"], written={})
+    assert {value for value, reason in looked.items() if reason == READ_IN_FULL}.intersection("g") == set(found)
+
+
+def test_a_product_of_two_low_values_that_is_not_a_score_is_float32() -> None:
+    assert by_table("matmul", LOW, LOW, asked=READ_IN_FULL).output == Value("strong", "matmul")
+    for inputs in ((LOW, WEAK), (WEAK, LOW), (LOW, STRONG)):
+        assert by_table("matmul", *inputs, asked=READ_IN_FULL) == by_table("matmul", *inputs)
+    gradient = flow(decide((), "matmul"), (LOW, STRONG), "float16", gradient=True, asked=READ_IN_FULL)
+    assert gradient.format == "float32"
+
+
+ATTENTION = ("kv = matmul u v", "n = matmul q kv", "z = matmul q t")
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        ((*ATTENTION, "r = div n z"), "kv n z"),
+        ((*ATTENTION, "c = add z", "i = reciprocal c", "r = mul n i"), "kv n z"),
+        ((*ATTENTION, "i = reciprocal z", "r = matmul n i"), "kv n z r"),
+        (("kv = matmul u v", "n = matmul q kv", "p = mul q t", "z = sum p", "r = div n z"), "kv n"),
+        (("n = matmul p v", "z = sum p", "r = div n z"), ""),  # a softmax that is written out
+        (("n = matmul p v", "r = div n"), ""),
+        (("n = matmul p v", "c = div k k", "r = mul n c"), ""),
+        (("n = matmul p v", "i = reciprocal z", "r = mul n i"), ""),
+    ],
+)
+def test_products_in_quotients_are_found(program: tuple[str, ...], found: str) -> None:
+    looked = look(reads(*program), results=["r"], constants=["k"], written={})
+    products = {line.split()[0] for line in program if " = matmul " in line}
+    assert {value for value, reason in looked.items() if reason == IN_QUOTIENT} & products == set(found.split())
+
+
+def test_a_product_with_a_parameter_stays_low_in_quotients() -> None:
+    assert by_table("matmul", LOW, STRONG, asked=IN_QUOTIENT).output == Value("strong", "matmul")
+    assert by_table("matmul", LOW, WEAK, asked=IN_QUOTIENT) == by_table("matmul", LOW, WEAK)
+
+
+def test_a_product_of_two_strong_values_is_strong() -> None:
+    assert by_table("matmul", STRONG, STRONG).output == Value("strong", "square")
+    assert by_table("matmul", STRONG, LOW).output == LOW
+    assert flow(decide((), "matmul"), (STRONG, STRONG), "float16", gradient=True).output == LOW
+    ruled = decide(parse_rules({"matmul": "lower"}), "matmul")
+    assert flow(ruled, (STRONG, STRONG), "float16").output == LOW
 
 
 def test_a_constant_is_a_divisor_also_behind_a_move() -> None:

@@ -43,7 +43,8 @@ def decide_equation(decider: Decider, equation: Any, cells: Sequence[Cell], valu
     asked = values.asked_of(equation.outvars[0]) if equation.outvars else ""
     is_constant = bool(equation.outvars and inputs) and values.is_constant(equation.outvars[0])
     is_backward = bool(asked or is_constant) and "transpose" in unstable.transformations(equation)
-    decision = _with_format(decider, equation, decision, inputs, "" if is_backward else asked)
+    asked, gradient = "" if is_backward else asked, decision.op_class == "lower" and values.is_backward(equation)
+    decision = _with_format(decider, equation, decision, inputs, asked, gradient=gradient)
     if equation.primitive.name == "iota" and unstable.dtype_in(equation.outvars[0]) == FLOAT32:
         decision = decision._replace(output=decider.integers(WEAK, values.largest(equation.outvars[0])))
     if is_constant and not is_backward:
@@ -64,11 +65,13 @@ def dtypes_of(decision: Decision, decider: Decider) -> tuple[Any, Any]:
     return FLOAT32 if is_wide else low, low if lowers or decision.rounds else FLOAT32
 
 
-def _with_format(decider: Decider, equation: Any, decision: Decision, inputs: list[Value], asked: str) -> Decision:
+def _with_format(
+    decider: Decider, equation: Any, decision: Decision, inputs: list[Value], asked: str, *, gradient: bool
+) -> Decision:
     """Apply the flow rule, except where the operation's own parameters leave it no choice."""
     if not inputs:
         return decision._replace(reason=NO_FLOATS)
-    decision = decider.flow(decision, inputs, asked=asked)
+    decision = decider.flow(decision, inputs, asked=asked, gradient=gradient)
     if equation.primitive.name == "reduce_window_sum" and decision.output.state == "low":
         output = decision.output._replace(role="normalized")  # the average of a window, once it is divided
         return decision._replace(format="float32", output=output)

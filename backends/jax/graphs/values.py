@@ -73,7 +73,7 @@ class Values:
 
     def _product(self, equation: Any) -> str:
         """Return the canonical name of a product. Gradients have that of products that sum."""
-        if equation.outvars[0] in self._backward:
+        if self.is_backward(equation):
             return "matmul"
         first, second = equation.invars
         contracting, batch = equation.params["dimension_numbers"]
@@ -100,6 +100,10 @@ class Values:
     def is_constant(self, atom: Any) -> bool:
         """Return whether a value is a constant, or made of constants alone."""
         return self.numbering.is_constant(self.number(atom))
+
+    def is_backward(self, equation: Any) -> bool:
+        """Return whether an operation is part of a backward pass, in a program that it holds too."""
+        return not self._backward.isdisjoint(equation.outvars)
 
     def asked_of(self, atom: Any) -> str:
         """Return what the readers of a value ask of it; see `polyamp.readers.look`."""
@@ -136,7 +140,7 @@ class Values:
     def _programs(self, equation: Any, inputs: list[int], parts: Sequence[Any]) -> list[int]:
         """Look at the programs that an equation holds; return the numbers of its results."""
         name, inner = equation.primitive.name, unstable.opened(parts[0])[0]
-        is_backward = not self._backward.isdisjoint(equation.outvars)
+        is_backward = self.is_backward(equation)
         new = [self.numbering.new(_shape(variable)) for variable in equation.outvars]
         is_call = name in _CALLS and len(inner.invars) == len(inputs)
         if not is_call:

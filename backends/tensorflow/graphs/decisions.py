@@ -125,6 +125,7 @@ class Pass:
         for name, known in self.known.items():
             if self.is_divisor(name) and known.as_divisor is not None:
                 self.known[name] = known._replace(value=known.as_divisor)
+        self._held: dict[str, str] = {}  # the products so far that are in float32, and why
         self._unrounded: set[str] = set()  # the values that some node takes computed anew
         self._takers = defaultdict[str, list[Node]](list)
         for node in graph.nodes if self.parts.backward else ():
@@ -250,6 +251,8 @@ class Pass:
         return self.program.decide_call(self, node) or self.by_flow(node)
 
     def _remember(self, node: Node, decided: TypedNode) -> None:
+        if decided.decision.op_class == "lower" and decided.decision.output.state == "strong":
+            self._held[node.name] = decided.decision.reason
         for value, known in zip(node.outputs, decided.results, strict=True):
             number = self._numbers[value]
             is_constant = self._numbering.is_constant(number)
@@ -361,8 +364,8 @@ class Pass:
             decision = as_product._replace(operation=decision.operation, op_class=decision.op_class)
         else:
             forward = self._product_before(node) if decision.op_class == "lower" else None
-            outputs = node.outputs if forward is None else forward.outputs
-            asked = next((self._looked[one] for one in outputs if one in self._looked), "")
+            found = next((self._looked[one] for one in node.outputs if one in self._looked), "")
+            asked = found if forward is None else self._held.get(forward.name, "")
             is_low = is_backward and decision.reason == TABLE and self._is_gradient_of_low(node)
             if is_low and sorted(value.state for value in inputs) == ["low", "strong"]:  # one is rounded already
                 inputs = (Value("low", _LOW_VALUE),)
@@ -381,7 +384,11 @@ class Pass:
         # The backward pass does not tell which value a gradient belongs to. The kernel of an activation's or norm's
         # gradient takes the value beside it. A product takes it beside an operand of a forward product, and this leads
         # to the value.
-        if node.op != "AddN":
+        takers = [one for value in node.outputs for one in self._takers[value]]
+        makers = [
+            one for taker in takers if taker.op != "AddN" and (one := self.scopes.forward_node(taker)) is not None
+        ]
+        if node.op != "AddN" or any(self._is_normalized(one) for one in makers):
             return False
         readers = closure([node], functools.partial(self._readers, is_backward=True))
         taken = [(one, value) for one in readers for value in one.inputs if not self._is_backward(value)]
@@ -393,6 +400,10 @@ class Pass:
         return any(value.state == "low" for value in found) and not any(
             value.state == "strong" or value.role == "average" for value in found
         )
+
+    def _is_normalized(self, node: Node) -> bool:
+        known = [self.known[value].value for value in node.outputs if value in self.known]
+        return any(value.role == "normalized" for value in known)
 
     def _readers(self, node: Node, *, is_backward: bool) -> list[Node]:
         """Return the nodes that take a product or a sum of gradients, also after it was moved or masked."""

@@ -24,7 +24,7 @@ from polyamp.backends.keras.layers import (
     walk,
 )
 from polyamp.backends.keras.losses import widen_losses
-from polyamp.backends.keras.native import CASTABLE
+from polyamp.backends.keras.native import CASTABLE, leave_unconverted
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, kind_of, warn_once
 from polyamp.formats import format_of
 from polyamp.policies import Policy
@@ -67,6 +67,7 @@ def convert(model: Any, policy: Policy | str) -> Any:
             place; or Keras has no dtype policy for these formats. Nothing is changed.
     """
     _check_model(model)
+    leave_unconverted()
     policy = make_policy(policy)
     parts = parts_of(model, policy)
     _check_storage(parts, policy)

@@ -27,9 +27,8 @@ CASTABLE = ("float32", "float16", "bfloat16")
 if BACKEND == "tensorflow":
     import tensorflow as tf
 
-    from polyamp.backends.tensorflow import provenance, skipping
+    from polyamp.backends.tensorflow import provenance, skipping, unstable
     from polyamp.backends.tensorflow.promotion import REFUSALS, mixed_formats, promoting
-    from polyamp.backends.tensorflow.unstable import is_recording as tape_records
 elif BACKEND == "jax":
     import jax
 else:
@@ -117,7 +116,7 @@ def is_scaled(grads: Sequence[Any], scale: Any) -> bool | None:
 
 def is_recording() -> bool:
     """Return whether what is computed here may become part of a loss; on torch, that is not known."""
-    return tape_records() if BACKEND == "tensorflow" else in_stateless_scope()
+    return unstable.is_recording() if BACKEND == "tensorflow" else in_stateless_scope()
 
 
 def autocasts() -> bool:
@@ -150,6 +149,12 @@ def mixing_formats(name: str) -> Iterator[None]:
                     "ops.cast(tensor, x.dtype)",
                 )
             ) from error
+
+
+def leave_unconverted() -> None:
+    """On TensorFlow, make AutoGraph call polyamp's functions as they are."""
+    if BACKEND == "tensorflow":
+        unstable.leave_unconverted()
 
 
 def in_strategy() -> bool:

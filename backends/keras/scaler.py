@@ -19,6 +19,7 @@ from polyamp.arrays import divided, followed, select, values_of, widened, with_m
 from polyamp.backends.keras.native import (
     in_strategy,
     is_scaled,
+    leave_unconverted,
     place_of,
     platform_of,
     value_of,
@@ -54,6 +55,7 @@ class LossScaler:
     """The state of a `LossScale` in variables, and its application to tensors."""
 
     def __init__(self, settings: LossScale, add_variable: Callable[..., Any], policy: Policy | None = None) -> None:
+        leave_unconverted()
         self.settings = settings.in_float32()
         self.policy = policy  # that the optimizer was wrapped for; None if nobody chose one
         self.losses = ScaledLosses()

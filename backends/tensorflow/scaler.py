@@ -24,7 +24,7 @@ from polyamp.backends.tensorflow.skipping import (
     update_if,
     update_scope,
 )
-from polyamp.backends.tensorflow.unstable import is_recording
+from polyamp.backends.tensorflow.unstable import is_recording, leave_unconverted
 from polyamp.errors import InvalidTypeError, UsageError, check_master_weights, kind_of, no_loss, norm_limit
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
@@ -73,6 +73,7 @@ class LossScaler(tf.Module):
     ) -> None:
         chosen = settings if isinstance(settings, LossScale) else make_policy(settings).loss_scale
         super().__init__(name="loss_scaler")
+        leave_unconverted()
         self.settings = chosen.in_float32()
         self.policy = policy if isinstance(settings, LossScale) else make_policy(settings)
         self._losses = ScaledLosses()

@@ -36,8 +36,13 @@ from tensorflow.python.ops import array_ops, control_flow_util, custom_gradient,
 from tensorflow.python.training import optimizer
 from tensorflow.python.util import nest, tf_decorator
 
-# AutoGraph calls polyamp's functions as they are, as those of TensorFlow and Keras: to convert them takes seconds.
-autograph_config.CONVERSION_RULES = (autograph_config.DoNotConvert("polyamp"), *autograph_config.CONVERSION_RULES)
+
+@functools.cache
+def leave_unconverted() -> None:
+    """Make AutoGraph call polyamp's functions as they are from now on, as it calls those of TensorFlow and Keras."""
+    # To convert them takes seconds.
+    autograph_config.CONVERSION_RULES = (autograph_config.DoNotConvert("polyamp"), *autograph_config.CONVERSION_RULES)
+
 
 # Rewriting a graph.
 

@@ -1,5 +1,7 @@
 """AutoGraph converts the user's functions, and no function of polyamp: that would take seconds for a step."""
 
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +19,20 @@ F16 = polyamp.policy("mixed_float16")
 def converted() -> set[str]:
     """Return the functions on the stack that AutoGraph has converted."""
     return {frame.name for frame in traceback.extract_stack() if frame.name.startswith("tf__")}
+
+
+IMPORT = """
+from tensorflow.python.autograph.core import config
+before = config.CONVERSION_RULES
+import polyamp.backends.tensorflow
+assert config.CONVERSION_RULES is before
+polyamp.backends.tensorflow.LossScaler("mixed_float16")
+assert config.CONVERSION_RULES[1:] == before
+"""
+
+
+def test_importing_the_adapter_does_not_change_autograph() -> None:
+    subprocess.run([sys.executable, "-c", IMPORT], check=True)
 
 
 class Noting(keras.optimizers.SGD):

@@ -17,6 +17,7 @@ from polyamp.backends.tensorflow.graphs.graph import Places
 from polyamp.backends.tensorflow.unstable import (
     OUT_OF_SCOPE,
     graphs_around,
+    leave_unconverted,
     name_custom_gradients,
     remember_names,
 )
@@ -36,6 +37,7 @@ def name_of(fn: Any) -> str:
 
 def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Trace ``fn`` as it is written."""
+    leave_unconverted()
     remember_names()
     name_custom_gradients()
     function = fn if isinstance(fn, FUNCTION) else tf.function(fn)

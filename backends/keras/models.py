@@ -107,7 +107,7 @@ def _own_step(model: Any, train_step: Callable[..., Any], batch: tuple[Any, ...]
     groups = (model.non_trainable_variables, optimizer.variables if optimizer else (), model.metrics_variables)
     states = [[one.value for one in group] for group in groups]
     if scale is not None and isinstance(optimizer, LossScaledOptimizer):
-        place = next(i for i, one in enumerate(optimizer.variables) if one is optimizer.scaler.variables.dynamic_scale)
+        place = next(i for i, one in enumerate(optimizer.variables) if one is optimizer.scaler.stored.dynamic_scale)
         states[1][place] = ops.full_like(states[1][place], scale)
     return stateless, (parameters, states, *batch)
 

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from polyamp.arrays import divided, has_sixteen_bits
+from polyamp.arrays import has_sixteen_bits
 from polyamp.backends.keras.native import (
     BACKEND,
     in_all_replicas,
@@ -22,11 +22,7 @@ from polyamp.backends.keras.native import (
 from polyamp.backends.keras.scaler import (
     SKIPPED,
     LossScaler,
-    all_finite,
-    excess,
-    follow_model,
     master_of,
-    round_into_model,
     settings_of,
     skipped,
 )
@@ -127,7 +123,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
                 "it scales the loss. Remove it; LossScale.fixed(...) is a factor that does not change."
             )
         self.scaler = LossScaler(settings, self.add_variable, None if policy is None else make_policy(policy))
-        self.dynamic_scale, self.step_counter, *_ = self.scaler.variables
+        self.dynamic_scale, self.step_counter, *_ = self.scaler.stored
         self.max_grad_norm = norm
         check_master_weights(master_weights)
         self.master_weights = master_weights
@@ -230,7 +226,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
             new: values after the step.
             old: the same values before it.
         """
-        counters = self.scaler.variables.counters
+        counters = self.scaler.stored.counters
         place = next(place for place, variable in enumerate(self.variables) if variable is counters)
         was_skipped = skipped([before[place][SKIPPED]], [after[place][SKIPPED]])
         return [ops.where(was_skipped, kept, value) for value, kept in zip(new, old, strict=True)]
@@ -239,7 +235,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         """Let the inner optimizer finish training, for example by using its moving averages."""
         trained = self._trained(var_list)
         self.inner_optimizer.finalize_variable_values(trained)
-        round_into_model(var_list, trained)
+        self.scaler.round_into(var_list, trained)
 
     @property
     def dynamic_scale(self) -> Any:
@@ -278,7 +274,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
             LossScaleError: from `polyamp.scale.report_limits`.
         """
         applied = None if self.scaler.settings.check else True  # unchecked steps are not counted
-        if platform_of(self.scaler.variables.dynamic_scale) is None:
+        if platform_of(self.scaler.stored.dynamic_scale) is None:
             return StepResult(self.scaler.state, applied)
         state = self.scaler.host_state
         report_limits(self.scaler.settings, state)
@@ -331,7 +327,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.scaler.settings.check or all(grad is None for grad in grads):
             self._update(prepared, variables)
             return
-        finite = in_all_replicas(ops.logical_and(all_finite(grads), self.scaler.can_divide))
+        finite = in_all_replicas(self.scaler.are_finite(grads))
         inner = self.inner_optimizer
         touched = {id(one): one for one in (*built_on(self), *built_on(inner), *inner.variables)}
         losses = (self.scaler.losses, self.scaler.settings, self.scaler.compute)
@@ -342,16 +338,16 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         """Return gradients unscaled and clipped, except those with which Keras' float8 layers pass their own scales."""
         own = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
         scaled = [None if is_own else grad for grad, is_own in zip(grads, own, strict=True)]
-        plain = self.scaler.unscale(scaled, variables)
+        plain = self.scaler.divide(scaled, variables)
         if self.max_grad_norm is not None:
-            plain = divided(ops, plain, excess(summed(plain), self.max_grad_norm))
+            plain = self.scaler.clip(plain, self.max_grad_norm, summed(plain))
         return [grad if is_own else new for grad, new, is_own in zip(grads, plain, own, strict=True)]
 
     def _update(self, grads: Sequence[Any], variables: Sequence[Any]) -> None:
         trained = self._trained(variables)
-        follow_model(variables, trained)
+        self.scaler.follow(variables, trained)
         self.inner_optimizer.apply(list(grads), trained)
-        round_into_model(variables, trained)
+        self.scaler.round_into(variables, trained)
 
     def _trained(self, variables: Sequence[Any]) -> list[Any]:
         """Return the variables that the inner optimizer trains: a master weight in place of one with 16 bits."""
@@ -435,7 +431,7 @@ def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
 def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> LossScaledOptimizer:
     """Return the same optimizer, with the saved state."""
     wrapped = _wrapped(holder, "load_loss_scale(holder)")
-    wrapped.scaler.load(saved)
+    wrapped.scaler.load_loss_scale(saved)
     return wrapped
 
 

@@ -11,24 +11,13 @@ from typing import Any
 
 import tensorflow as tf
 
-from polyamp.arrays import followed, has_sixteen_bits, map_values, values_of, with_masters
+from polyamp.arrays import has_sixteen_bits, map_values
 from polyamp.errors import UnsupportedError
-
-
-def all_finite(grads: Sequence[Any]) -> tf.Tensor:
-    """Return whether all gradients are finite; scalar bool."""
-    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(values)) for values in values_of(grads)] or [True])
 
 
 def as_dtype(grad: Any, dtype: tf.DType) -> Any:
     """Return a gradient in its variable's dtype: with another dtype, TensorFlow's update kernels crash the process."""
     return map_values(lambda values: tf.cast(values, dtype), grad)
-
-
-def excess(grads: Sequence[Any], limit: float) -> tf.Tensor:
-    """Return by how much the gradients' global L2 norm exceeds ``limit``, as a factor of at least 1; float32."""
-    squares = [tf.reduce_sum(tf.square(tf.cast(values, tf.float32))) for values in values_of(grads)]
-    return tf.maximum(tf.sqrt(tf.add_n(squares)), limit) / limit
 
 
 class MasterWeights(tf.Module):
@@ -42,20 +31,6 @@ class MasterWeights(tf.Module):
     def trained(self, variables: Sequence[tf.Variable]) -> list[tf.Variable]:
         """Return the variables that the inner optimizer trains: 16-bit ones are replaced by their master weights."""
         return [self._master(variable) if has_sixteen_bits(variable) else variable for variable in variables]
-
-    @staticmethod
-    def follow(variables: Sequence[tf.Variable], trained: Sequence[tf.Variable]) -> list[Any]:
-        """Copy a value assigned to a model's variable since the last rounding into its master weight."""
-        return [
-            master.assign(followed(tf, tf.convert_to_tensor(one), tf.convert_to_tensor(master)), read_value=False)
-            for one, master in with_masters(variables, trained)
-        ]
-
-    @staticmethod
-    def round_into(variables: Sequence[tf.Variable], trained: Sequence[tf.Variable]) -> list[Any]:
-        """Round the master weights into the model's variables; the result is as in `follow`."""
-        pairs = with_masters(variables, trained)
-        return [one.assign(tf.cast(master, one.dtype), read_value=False) for one, master in pairs]
 
     def _master(self, variable: tf.Variable) -> tf.Variable:
         if tf.distribute.has_strategy():
@@ -76,5 +51,5 @@ class MasterWeights(tf.Module):
 def _new_master(variable: tf.Variable) -> tf.Variable:
     name = f"{variable.name.partition(':')[0]}_master"
     with tf.init_scope():  # outside any function that is being traced, as for the slots of optimizers
-        # `follow` sets its value: in a graph of a Session the variable itself has none yet.
+        # The step sets its value: in a graph of a Session the variable itself has none yet.
         return tf.Variable(tf.zeros(variable.shape), trainable=False, name=name)

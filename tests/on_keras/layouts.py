@@ -53,7 +53,7 @@ def fitted(distribution: Any, stored: str, x: Any) -> tuple[Any, Any, list[float
 @pytest.mark.parametrize("stored", ["float32", "float16"])
 def test_moments_and_masters_are_laid_out_like_their_variables(stored: str) -> None:
     model, opt, losses = fitted(model_parallel(), stored, X)
-    split = [one for one in opt.variables if one.shape != () and one is not opt.scaler.variables.counters]
+    split = [one for one in opt.variables if one.shape != () and one is not opt.scaler.stored.counters]
     of_each = 2 if stored == "float32" else 3
     assert len(split) == of_each * len(model.variables)
     for variable in (*model.variables, *split):

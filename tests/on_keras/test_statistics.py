@@ -88,7 +88,7 @@ def loaded(model: keras.Model, path: Any) -> keras.Model:
 
 def with_too_large_a_scale(model: keras.Model, path: Any) -> keras.Model:
     largest = polyamp.LossScale(init=2.0**24, max=2.0**24).initial_state()
-    model.optimizer.scaler.load(polyamp.LossScale().to_state_dict(largest))
+    model.optimizer.scaler.load_loss_scale(polyamp.LossScale().to_state_dict(largest))
     return model
 
 

@@ -52,7 +52,7 @@ class Stepper:
         return tf.Variable([1.0, 2.0], aggregation=tf.VariableAggregation.SUM)
 
     def scale(self) -> Any:
-        return self.scaler.scalars[0]
+        return self.scaler.stored[0]
 
     def last_step(self) -> polyamp.StepResult:
         return self.scaler.last_step
@@ -135,10 +135,10 @@ def test_the_state_is_saved_and_continues_in_every_replica(tmp_path: Any) -> Non
     first.step(BAD["inf in the first"])
     path = tf.train.Checkpoint(scaler=first.stepper.scaler).save(tmp_path / "saved")
     tf.train.Checkpoint(scaler=second.stepper.scaler).restore(path)
-    assert [copies(scalar) for scalar in second.stepper.scaler.scalars] == [
-        copies(scalar) for scalar in first.stepper.scaler.scalars
+    assert [copies(scalar) for scalar in second.stepper.scaler.stored] == [
+        copies(scalar) for scalar in first.stepper.scaler.stored
     ]
-    assert copies(second.stepper.scaler.scalars[0]) == [4.0] * LOCAL
+    assert copies(second.stepper.scaler.stored[0]) == [4.0] * LOCAL
 
 
 @pytest.mark.parametrize("make", [Stepper, Wrapped, Keras])

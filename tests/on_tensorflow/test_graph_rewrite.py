@@ -61,7 +61,7 @@ def test_a_session_trains_and_skips() -> None:
         for value, scale in ((10.0, 2.0**15), (float("inf"), 2.0**14)):
             session.run(train, {factor: [value, 0.0]})
             assert session.run(weight).tolist() == [0.0, -2.0]
-            assert session.run(opt.scaler.scalars[0]) == scale
+            assert session.run(opt.scaler.stored[0]) == scale
 
 
 @WITHOUT_GPU

@@ -1,5 +1,6 @@
 """Wrapped ``tf.compat.v1.train`` optimizers: in graphs of a Session, in ``tf.function``, and eager."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,14 @@ class Graph:
 
     def values(self) -> dict[str, bytes]:
         """Return all variables except the loss scale and its counters."""
-        ours = {variable.name for variable in getattr(getattr(self.opt, "scaler", None), "scalars", ())}
+        ours = {variable.name for variable in getattr(getattr(self.opt, "scaler", None), "stored", ())}
         with self.graph.as_default():
             chosen = [variable for variable in v1.global_variables() if variable.name not in ours]
         return {variable.name: self.session.run(variable).tobytes() for variable in chosen}
 
     def state(self) -> list[float]:
-        return [self.session.run(variable).item() for variable in self.opt.scaler.scalars]
+        values = (self.session.run(variable).tolist() for variable in self.opt.scaler.stored)
+        return [*itertools.chain(*(one if isinstance(one, list) else [one] for one in values))]
 
 
 def wrapped(kind: str = "sgd", **options: Any) -> LossScaledOptimizer:

@@ -34,7 +34,7 @@ class KerasSession:
         return {name: to_numpy(variable) for name, variable in self.variables.items()}
 
     def memory(self) -> dict[str, NDArray[Any]]:
-        scalars = {id(variable) for variable in self.holder.scaler.variables}
+        scalars = {id(variable) for variable in self.holder.scaler.stored}
         kept = [variable for variable in self.holder.variables if id(variable) not in scalars]
         return {f"{index}/{variable.path}": to_numpy(variable) for index, variable in enumerate(kept)}
 

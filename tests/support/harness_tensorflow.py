@@ -40,7 +40,7 @@ class TensorFlowSession:
         return {name: variable.numpy() for name, variable in self.variables.items()}
 
     def memory(self) -> dict[str, NDArray[Any]]:
-        scalars = {variable.ref() for variable in self.holder.scaler.scalars}
+        scalars = {variable.ref() for variable in self.holder.scaler.stored}
         kept = [variable for variable in self.holder.variables() if variable.ref() not in scalars]
         return {f"{index}/{variable.name}": variable.numpy() for index, variable in enumerate(kept)}
 

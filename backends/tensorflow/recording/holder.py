@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from polyamp.backends.tensorflow.graphs.capture import concrete_of, walking
 from polyamp.backends.tensorflow.recording.step import name_of, plain_function
-from polyamp.backends.tensorflow.scaler import SCALES, LossScaler
+from polyamp.backends.tensorflow.scaler import SCALE, LossScaler
 from polyamp.diagnosis.lint import Holder, Kind, takes
 from polyamp.policies import Policy
 
@@ -30,8 +30,8 @@ def _kind_of(optimizer: Any, variables: Sequence[Any]) -> Kind:
     """Return the kind of an optimizer, or of the scaling in a step's own variables."""
     names = {variable.name.rpartition("/")[2].partition(":")[0] for variable in variables}
     kinds = type(optimizer).__mro__
-    if "skipped_in_a_row" in names or any(kind.__module__.startswith("polyamp.") for kind in kinds):
-        return "wrapped"  # that variable is one of the loss scale's counters
-    if not names.isdisjoint(SCALES) or any("LossScaleOptimizer" in kind.__name__ for kind in kinds):
+    if "overflow_scale" in names or any(kind.__module__.startswith("polyamp.") for kind in kinds):
+        return "wrapped"  # only polyamp's loss scale has that variable
+    if SCALE in names or any("LossScaleOptimizer" in kind.__name__ for kind in kinds):
         return "native scaler"
     return "plain" if optimizer is not None else ""

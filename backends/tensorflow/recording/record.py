@@ -12,7 +12,7 @@ from polyamp.backends.tensorflow.graphs.capture import check_format, check_funct
 from polyamp.backends.tensorflow.graphs.program import decided_for
 from polyamp.backends.tensorflow.recording.replay import Replay
 from polyamp.backends.tensorflow.recording.step import traced
-from polyamp.backends.tensorflow.scaler import SCALES
+from polyamp.backends.tensorflow.scaler import SCALE
 from polyamp.backends.tensorflow.unstable import flat_inputs
 from polyamp.diagnosis.recording import Recording
 from polyamp.policies import Policy
@@ -49,7 +49,7 @@ def record(
 def _scale_of(variables: Sequence[Any]) -> Any:
     """Return the variable that holds the loss scale; None if there is none."""
     names = ((variable, variable.name.rpartition("/")[2].partition(":")[0]) for variable in variables)
-    found = (variable for variable, name in names if name in SCALES and not variable.trainable)
+    found = (variable for variable, name in names if name == SCALE and not variable.trainable)
     return next((one for one in found if one.shape == () and one.dtype == tf.float32), None)
 
 

@@ -63,17 +63,6 @@ def test_unscale_is_float32_and_says_whether_all_is_finite() -> None:
     assert not bool(scaler.unscale([tf.constant([1.0]), tf.constant([-np.inf], tf.bfloat16)])[1])
 
 
-def test_masters_take_over_what_was_assigned_to_the_model() -> None:
-    weight, scaler = tf.Variable([1.0, 1.0], dtype=tf.float16), LossScaler(LossScale.fixed(1.0))
-    small = tf.constant([2.0**-13, 2.0**-13], tf.float16)
-    step = tf.function(lambda: scaler.step(SGD(1.0), [(small, weight)]).applied)
-    step()
-    weight.assign([1.0, 5.0])  # one element keeps the digits of its master weight beyond 16 bits; one has a new value
-    for _ in range(7):
-        step()
-    assert weight.numpy().tolist() == [1.0 - 2.0**-10, 5.0]
-
-
 def test_limits_are_said_at_once_in_eager_code_and_when_somebody_looks_after_a_graph() -> None:
     config, weight, bad = LossScale(max_skips=2), tf.Variable([0.0]), tf.constant([np.nan])
     eager, traced = LossScaler(config), LossScaler(config)

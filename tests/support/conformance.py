@@ -130,6 +130,15 @@ class Conformance:
             assert array.dtype == np.float16
             np.testing.assert_array_equal(array, np.full_like(array, 1 - 64 * 2.0**-13))
 
+    def test_master_weights_take_over_what_was_assigned_to_the_model(self, harness: Any) -> None:
+        small = {"w": np.full(2, 2.0**-13, np.float32)}
+        session = harness.start({"w": np.ones(2, np.float32)}, policy("O2"), learning_rate=1.0)
+        session.step(small)
+        session.assign({"w": np.float32([1.0, 5.0])})  # the first is unchanged, and its master has more than 16 bits
+        for _ in range(7):
+            session.step(small)
+        assert session.weights()["w"].tolist() == [1.0 - 2.0**-10, 5.0]
+
     def test_gradients_below_float16_survive_the_scale(self, harness: Any) -> None:
         weights = {key: np.zeros_like(array) for key, array in random_arrays(0).items()}
         grads = {key: np.full_like(array, 2.0**-30) for key, array in weights.items()}

@@ -4,7 +4,7 @@ A harness starts sessions: parameters in the policy's ``param`` format, and a pl
 ``step`` takes float32 gradients that are not scaled yet. It multiplies them by the loss scale in the framework, casts
 them to the parameters' format, as after a scaled backward pass, and returns the `StepResult`. ``weights`` are the
 parameters, ``memory`` is everything else that a skipped step must not change, and ``holder`` is the argument of
-`polyamp.save_loss_scale`.
+`polyamp.save_loss_scale`. ``assign`` writes parameters, as a user's code does.
 """
 
 from collections.abc import Mapping

@@ -32,6 +32,9 @@ class JaxSession:
         self.params = optax.apply_updates(self.params, updates)
         return self.holder.last_step
 
+    def assign(self, weights: Arrays) -> None:
+        self.params = {name: jnp.asarray(array, self.params[name].dtype) for name, array in weights.items()}
+
     def weights(self) -> dict[str, NDArray[Any]]:
         return {name: np.asarray(param) for name, param in self.params.items()}
 

@@ -30,6 +30,10 @@ class KerasSession:
         self.holder.apply_gradients(zip(scaled, self.variables.values(), strict=True))
         return self.holder.last_step
 
+    def assign(self, weights: Arrays) -> None:
+        for name, array in weights.items():
+            self.variables[name].assign(array)
+
     def weights(self) -> dict[str, NDArray[Any]]:
         return {name: to_numpy(variable) for name, variable in self.variables.items()}
 

@@ -36,6 +36,10 @@ class TensorFlowSession:
         self._step({name: tf.constant(array) for name, array in grads.items()})
         return self.holder.last_step
 
+    def assign(self, weights: Arrays) -> None:
+        for name, array in weights.items():
+            self.variables[name].assign(array)
+
     def weights(self) -> dict[str, NDArray[Any]]:
         return {name: variable.numpy() for name, variable in self.variables.items()}
 

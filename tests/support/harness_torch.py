@@ -51,6 +51,11 @@ class TorchSession:
         self.holder.zero_grad()
         return self.holder.last_step
 
+    def assign(self, weights: Arrays) -> None:
+        with torch.no_grad():
+            for name, array in weights.items():
+                self.params[name].copy_(torch.from_numpy(array))
+
     def weights(self) -> dict[str, NDArray[Any]]:
         return {name: to_numpy(param) for name, param in self.params.items()}
 

@@ -227,7 +227,7 @@ def op_class_of(policy: Policy, operation: str, layer: Any, path: str, is_head: 
         return policy.decide(operation, path).op_class if rule.matches(operation, path) else "full"
     if is_preprocessing(layer) or (is_head and policy.output == "float32"):
         return "full"
-    if not operation and adds_losses(layer):
+    if adds_losses(layer):
         return "full" if isinstance(layer, keras.Model) else "inner"
     return policy.decide(operation, path).op_class if operation else "follow"
 

@@ -45,6 +45,15 @@ class InHelper(layers.Layer):
         self.add_loss([1e-3 * ops.sum(ops.square(inputs))])
 
 
+class Penalized(layers.Dense):
+    """A product whose own code adds a loss."""
+
+    def call(self, inputs):
+        outputs = super().call(inputs)
+        self.add_loss(1e-3 * ops.sum(ops.square(outputs)))
+        return outputs
+
+
 class Rounded(layers.Layer):
     """A user's layer that computes its loss in 16 bits, on purpose."""
 
@@ -99,6 +108,7 @@ MODELS: dict[str, Callable[[], keras.Model]] = {
     "add_loss": lambda: stack(layers.Dense(64), Divergence()),
     "add_loss on data": lambda: stack(Divergence(), layers.Dense(64)),
     "add_loss in a helper": lambda: stack(layers.Dense(64), InHelper()),
+    "add_loss of a product": lambda: stack(layers.Dense(64), Penalized(512)),
     "add_loss, rounded": lambda: stack(layers.Dense(64), Rounded()),
     "nested": lambda: stack(stack(layers.Dense(64, activity_regularizer="l2"), Divergence())),
     "shared": shared,

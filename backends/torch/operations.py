@@ -241,7 +241,6 @@ FUNCTIONS: dict[str, str] = by_native_name(
         "floor_div": "floordiv ifloordiv",
         "remainder": "mod imod",
         "pow": "ipow",
-        "matmul": "imatmul",
         "cross_entropy": "cross_entropy",
         "distance": "cdist",
         "norm": "lp_pool1d lp_pool2d lp_pool3d",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import polyamp
+from support.torch_cases import Product
 
 PAGE = Path(__file__).parents[2] / "docs" / "diagnose" / "troubleshooting.md"
 TABLE = PAGE.read_text().partition("## Formats that do not fit")[2]
@@ -71,18 +72,6 @@ def written(in_place: Callable[..., Any], out_of_place: Callable[..., Any]) -> C
 def put(into: Tensor, new: Tensor) -> Tensor:
     into[MASK] = new[MASK]
     return into
-
-
-class Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad @ weight.t(), x.t() @ grad
 
 
 class Decorated(Product):

@@ -10,6 +10,20 @@ from torch import Tensor, nn
 Case = tuple[nn.Module, tuple[Any, ...]]
 
 
+class Product(torch.autograd.Function):
+    """Written without a thought of autocast: its backward pass multiplies a 16-bit gradient by a float32 weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return torch.mm(grad, weight.t()), torch.mm(x.t(), grad)
+
+
 class Block(nn.Module):
     """A transformer block as in GPT."""
 

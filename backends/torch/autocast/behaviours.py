@@ -46,14 +46,14 @@ _FULL_HERE = frozenset({"variance"})
 _REFUSE_MIXED = """
 index_put _unsafe_index_put index_add index_copy index_reduce masked_scatter put scatter.src scatter.reduce
 scatter_reduce.two scatter_add lerp.Scalar lerp.Tensor embedding_bag embedding_bag.padding_idx dot vdot cross
-linalg_cross bilinear tensordot mv addmv linalg_multi_dot
+linalg_cross bilinear tensordot mv addmv linalg_multi_dot complex
 """
 
-# It has no 16-bit kernels for these: LAPACK and cuSOLVER have none, nor has the CPU for the last three, which are in
-# CUDA's list.
+# It has no 16-bit kernels for these: LAPACK and cuSOLVER have none, nor has the CPU for three that are in CUDA's list.
+# That of the matrix exponential computes NaN in bfloat16.
 _REFUSE_LOW = """
 det linalg_det logdet slogdet linalg_slogdet linalg_lu linalg_lu_factor linalg_lu_factor_ex linalg_lu_solve
-linalg_solve_triangular pdist _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+linalg_solve_triangular pdist _upsample_bilinear2d_aa _upsample_bicubic2d_aa matrix_exp linalg_matrix_exp
 """
 
 # Their CPU kernels take 16-bit data with float32 parameters, which batching and forward derivatives do not, and refuse
@@ -62,6 +62,8 @@ _NORMS = """
 layer_norm native_layer_norm group_norm batch_norm instance_norm
 native_layer_norm_backward native_group_norm_backward native_batch_norm_backward
 """
+
+_NO_KERNEL = ("aten::complex", torch.bfloat16)  # complex32 is of two float16
 
 _REFUSED = {
     f"aten::{name}": kind
@@ -104,7 +106,7 @@ def _without_rule(operator: str, native: str, region: Region, device_type: str) 
     if native != "unlisted":
         return None
     refused = _REFUSED.get(operator)
-    if class_name(operator) in _FULL_HERE or refused == "low":
+    if class_name(operator) in _FULL_HERE or refused == "low" or (operator, region.dtype) == _NO_KERNEL:
         return "full"
     on_cuda = _as_on_cuda(operator) if device_type == "cpu" else None
     if on_cuda is not None and region.dtype is torch.float16:

@@ -46,7 +46,9 @@ _REFUSALS = (
         f"tensor, as in x.float(); {_REWRITE}",
     ),
     _Refusal(
-        rf"Expected out tensor to have dtype .*{_LOW}",
+        rf"[eE]xpected out tensor (to have )?dtype .*{_LOW}|dtype of out|self and result must have the same"
+        r"|values must be of same type|expects mantissa to have dtype|self\.dtype\(\) == output\.dtype\(\)"
+        rf"|result dtype \S+ does not match input dtype {_LOW}",
         "the tensor of out= has another format than the result",
         "out= of the result's format",
         f"leave out= out, or make that tensor in the result's format; {_REWRITE}",
@@ -59,7 +61,8 @@ _REFUSALS = (
         f"rules={{'encoder.lstm': 'full'}}; choose mixed_bfloat16; {_REWRITE}",
     ),
     _Refusal(
-        rf"not implemented for '{_LOW}'|Low precision dtypes not supported|(float or double|Float or Double) .*but got"
+        rf"not implemented for '{_LOW}'|Unsupported dtype {_LOW}|doesn't handle types other than float and double"
+        r"|Low precision dtypes not supported|(float or double|Float or Double) .*but got"
         rf"|{_LOW}.*of float, double, cfloat or cdouble types",
         "PyTorch has no kernel in 16 bits for this operation",
         "operations with a kernel in 16 bits, or float32",
@@ -67,12 +70,15 @@ _REFUSALS = (
         f"rules={{'svd': 'full'}} for torch.linalg.pinv; {_REWRITE}",
     ),
     _Refusal(
-        rf"(?s)(?=.*{_LOW}).*((have|be) the same|same (d|scalar )?type|[eE]xpected scalar type|did not match)"
-        r"|^mixed dtype|Expected scalar types of X and dY|tensors with different dtypes|^both inputs should have same",
+        rf"(?s)(?=.*{_LOW}).*((have|be) the same|same (d|scalar )?type|[eE]xpected scalar[ _]type"
+        r"|Found dtype|d(id|oes) not match)"
+        r"|^_chunk_cat expects all|^mixed dtype|Expected scalar types of X and dY|tensors with different dtypes"
+        r"|^both inputs should have same",
         "PyTorch does not take operands of different formats here",
         "operands of one format",
-        "cast one of them, as in x.float(), also before a part of the model that runs in float32; decorate an "
-        "autograd.Function with torch.amp.custom_fwd and custom_bwd, as its backward pass runs outside of the region; "
+        "cast one of them, as in x.float(), also before a part of the model that runs in float32; leave out= out; "
+        "decorate an autograd.Function with torch.amp.custom_fwd and custom_bwd, as its backward pass runs outside of "
+        "the region; "
         f"keep a norm whose backward pass is batched in float32, as in rules={{'*_norm': 'full'}}; {_REWRITE}",
     ),
     _Refusal(

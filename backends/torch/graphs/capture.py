@@ -51,10 +51,29 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
             allowed="the module inside",
             fix=f"rewrite the module inside, and wrap the result: {kind}(polyamp.rewrite(module, policy=policy))",
         )
+    _refuse_modules(root_of(fn))
     # Some operators, such as ``gather`` with ``out=``, refuse symbolic sizes as they do wrong arguments.
     with contextlib.suppress(InvalidValueError), unstable.quietly():
         return _captured(fn, args, kwargs, dynamic=True)
     return _captured(fn, args, kwargs, dynamic=False)
+
+
+def _refuse_modules(root: nn.Module) -> None:
+    """Refuse modules that are not ready, which a capture would leave half made, and a step count read as a number."""
+    for path, module in root.named_modules():
+        if any(map(nn.parameter.is_lazy, (*module._parameters.values(), *module._buffers.values()))):
+            what, allowed = "the parameters of a module have no shapes yet", "modules that have run once"
+            fix = "run the model on a batch first: with torch.no_grad(): model(x)"
+        elif isinstance(module, _BATCH_NORMS) and module.training and module.momentum is None:
+            what, allowed = "a batch norm without momentum reads its number of steps in Python", "a momentum"
+            fix = "set one, as in module.momentum = 0.1; polyamp.autocast(policy) runs any code"
+        else:
+            continue
+        found = f"{path}: {type(module).__name__}" if path else type(module).__name__
+        raise UsageError(what, where="rewrite(module)", found=found, allowed=allowed, fix=fix)
+
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def _captured(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, dynamic: bool) -> Captured:

@@ -155,8 +155,7 @@ def product_of(node: Node) -> Product | None:
 
 # Products whose first operand has the contracted dimension last.
 _OF_ROWS = frozenset(
-    {"addmm", "addmv", "baddbmm", "bmm", "imatmul", "inner", "linalg_matmul", "linalg_vecdot", "linear", "matmul", "mm"}
-    | {"mv"}
+    {"addmm", "addmv", "baddbmm", "bmm", "inner", "linalg_matmul", "linalg_vecdot", "linear", "matmul", "mm", "mv"}
 )
 
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import polyamp
+from support.torch_cases import Product
 
 FORMATS = {"mixed_float16": torch.float16, "mixed_bfloat16": torch.bfloat16}
 both = pytest.mark.parametrize("policy", FORMATS)
@@ -55,6 +56,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dot": lambda into, new: torch.dot(into[0], new[0]),
     "tensordot": torch.tensordot,
     "cross": lambda into, new: torch.linalg.cross(into[:, :3], new[:, :3]),
+    "complex": lambda into, new: torch.view_as_real(torch.complex(into, new)),
 }
 
 
@@ -112,6 +114,8 @@ def test_products_with_vectors_run_in_the_compute_format_if_their_operands_diffe
 def test_what_has_no_kernel_in_16_bits_runs_in_float32(policy: str) -> None:
     with polyamp.autocast(policy):
         low = X @ X.t() + 5 * torch.eye(4, dtype=FORMATS[policy])
+        assert torch.complex(low, low).dtype == {"mixed_bfloat16": torch.complex64}.get(policy, torch.complex32)
+        assert torch.matrix_exp(low).isfinite().all()
         for run in (torch.det, torch.logdet, torch.slogdet, torch.pdist, lambda x: torch.linalg.lu(x)[2]):
             assert {one.dtype for one in tree_leaves(run(low))} == {torch.float32}
         assert torch.linalg.solve_triangular(low, X, upper=True).dtype == torch.float32
@@ -262,20 +266,6 @@ def test_outside_of_regions_norms_are_as_they_were() -> None:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-class Product(torch.autograd.Function):
-    """Written without a thought of autocast: its backward pass multiplies a 16-bit gradient by a float32 weight."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return torch.mm(grad, weight.t()), torch.mm(x.t(), grad)
-
-
 def in_float32(low: Tensor) -> Tensor:
     with polyamp.autocast("float32"):
         return functional.linear(low, X)
@@ -295,6 +285,11 @@ REFUSED: list[tuple[str, Callable[[Tensor], Any]]] = [
     ("a number that the tensor's format", lambda low: low.masked_fill(MASK, torch.finfo(torch.float32).min)),
     ("the tensor of out=", lambda low: torch.softmax(low, 0, out=torch.zeros(4, 4))),
     ("the tensor of out=", lambda low: torch.max(low, 0, out=(torch.zeros(4), ROW.clone()))),
+    ("the tensor of out=", lambda low: torch.arange(4, dtype=torch.float32, out=low[0])),
+    ("the tensor of out=", lambda low: torch.masked_select(low, MASK, out=torch.zeros(4))),
+    ("no kernel in 16 bits", lambda low: torch.std(low, out=torch.zeros(()))),
+    (GIVEN, lambda low: torch.abs(low, out=torch.zeros(4, 4))),
+    (GIVEN, lambda low: torch.cummax(low, 0, out=(torch.zeros(4, 4), PLACES.clone()))),
     (GIVEN, in_float32),
     (GIVEN, lambda low: torch.isclose(low, X)),
     (GIVEN, lambda low: torch.heaviside(low, X)),

@@ -1,9 +1,10 @@
 """Which call changes which tensors in place: a rewritten graph knows it of every function that PyTorch has."""
 
-import contextlib
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from polyamp.backends.torch import rewrite
 from polyamp.backends.torch.graphs.graph import changed_in_place  # noqa: TID251
 from polyamp.errors import UsageError
 from support.torch_cases import mlp
-from support.torch_changes import PLACES, Call, calls_of, difference, program
+from support.torch_changes import ANY_NUMBERS, PLACES, Call, calls_of, difference, judged, program
 
 POLICIES = ["mixed_bfloat16", "mixed_float16"]
 W = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)) / 3
@@ -224,35 +225,29 @@ def test_what_a_call_changes_is_what_pytorch_changes() -> None:
 
 
 def sampled(count: int | None) -> Iterator[tuple[Call, str, str]]:
-    """Yield calls that change something, with a place and a policy for each."""
+    """Yield calls with a place and a policy for each."""
     draw = random.Random(0)
-    infos = list(op_db)
+    infos = [info for info in op_db if info.name not in ANY_NUMBERS]
     draw.shuffle(infos)
-    changing = (call for info in infos for call in calls_of(info) if changed_in_place(call.node()[0]))
-    for _, call in zip(range(count or 10_000), changing, strict=False):
+    for call in itertools.islice((call for info in infos for call in calls_of(info)), count):
         yield call, draw.choice([*PLACES]), draw.choice(POLICIES)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("count", [8, pytest.param(None, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [60, pytest.param(None, marks=pytest.mark.long)])
 def test_programs_around_pytorchs_operators_compute_what_they_did(count: int | None) -> None:
-    wrong, right = [], 0
+    found = Counter[str]()
     for call, place, policy in sampled(count):
         fn, args = program(call, place)
-        ours, theirs = ([one.clone() for one in args] for _ in range(2))
-        try:
-            torch.manual_seed(0)
-            expected = fn(*theirs)
-        except RuntimeError:
-            continue  # the operator does not take such an operand
-        with contextlib.suppress(UsageError):  # Dynamo cannot trace some of them
-            rewritten = rewrite(fn, *args, policy=policy)
-            torch.manual_seed(0)
-            right += (is_right := difference((rewritten(*ours), ours), (expected, theirs)) < 0.06)
-            wrong += [] if is_right else [(str(call), place, policy)]
-    assert wrong == []
-    assert right > (count or 600) / 2
+        was = judged(fn, args, partial(rewritten_at_the_call, policy=policy), UsageError)
+        found[was if was in ("right", "refused", "untaken") else f"{call}, {place}, {policy}: {was}"] += 1
+    assert found.keys() <= {"right", "refused", "untaken"}
+    assert found["right"] > 0.9 * found.total()
+
+
+def rewritten_at_the_call(fn: Callable[..., Any], policy: str) -> Callable[..., Any]:
+    return lambda *args: rewrite(fn, *args, policy=policy)(*args)
 
 
 # --- what modules assign ----------------------------------------------------------------------------------------------

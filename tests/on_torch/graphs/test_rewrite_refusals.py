@@ -58,6 +58,23 @@ def test_a_graph_break_in_a_later_mode_leaves_the_first_graph() -> None:
     assert rewritten.train()(X).shape == (3, 3)
 
 
+UNFIT = {
+    "run the model on a batch first": nn.LazyLinear(8),
+    "module.momentum = ": nn.BatchNorm1d(8, momentum=None),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+@pytest.mark.parametrize(("fix", "module"), UNFIT.items())
+def test_a_module_that_cannot_be_captured_is_named(fix: str, module: nn.Module) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), module)
+    with pytest.raises(UsageError, match=fix) as caught:
+        rewrite(model, X, policy="mixed_bfloat16")
+    assert f"1: {type(module).__name__}" in str(caught.value)
+    model.eval()(X)
+    assert rewrite(model, X, policy="mixed_bfloat16")(X).shape == (3, 8)
+
+
 def test_arguments_that_do_not_fit() -> None:
     for args in ((torch.ones(3, 9),), (X, X), ("text",)):
         with pytest.raises(PolyampError, match="to do:"):

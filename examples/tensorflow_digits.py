@@ -51,8 +51,7 @@ def train(policy, steps=STEPS, report=lambda loss, step: None) -> dict[str, floa
     for batch in np.random.default_rng(1).integers(TRAIN, size=(steps, BATCH)):
         loss = step(tf.constant(images[batch]), tf.constant(labels[batch]))
         report(float(loss), opt.last_step)
-    with polyamp.autocast(policy, backend="tensorflow"):
-        scores = layers(weights, tf.constant(images[TRAIN:]))[-1]
+    scores = polyamp.rewrite(lambda x: layers(weights, x)[-1], policy=policy)(tf.constant(images[TRAIN:]))
     outputs = layers(*policy.cast_to_compute((weights, tf.constant(images[batch]))))
     return {
         "accuracy": float((scores.numpy().argmax(1) == labels[TRAIN:]).mean()),

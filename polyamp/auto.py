@@ -57,4 +57,5 @@ def _speeds(adapter: Any, described: Mapping[str, Any]) -> tuple[list[float], st
         how = f"by its self-test, right and times float32's speed: {shown or 'nothing'}"
     own = [speeds.get(name, 0.0) for name in _POLICIES]
     least = adapter.least_over_ranks(own) if hasattr(adapter, "least_over_ranks") else own
-    return least, f"{adapter.name} {device['name']} {how}"
+    others = ", ".join(name for name, mine, all_ranks in zip(_POLICIES, own, least, strict=True) if all_ranks < mine)
+    return least, f"{adapter.name} {device['name']} {how}" + (f"; less on another rank: {others}" if others else "")

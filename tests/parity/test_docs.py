@@ -148,5 +148,5 @@ def test_every_claim_of_the_support_page_is_shown_by_a_test_or_was_seen() -> Non
     assert [name for file, name in tests if f"def {name}(" not in (ROOT / file).read_text()] == []
 
 
-def test_the_readme_is_at_most_120_lines_long() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+def test_the_readme_is_at_most_130_lines_long() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130

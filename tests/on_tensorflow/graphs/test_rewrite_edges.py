@@ -28,6 +28,7 @@ from support.tensorflow_cases import (
 pytestmark = pytest.mark.slow
 
 X, W = normal(6, 8), normal(8, 8, seed=1)
+IN_FLOAT32 = {"cholesky": 3, "clip_by_global_norm": 3}  # that of a factorization, and that of two strong values
 XLA = ["cond", "nested loops", "TensorArray", "scan", "custom_gradient", "recompute_grad", "assign", "conv"]
 
 
@@ -56,10 +57,11 @@ def assert_as_in_float32(name: str, policy: str, **options: Any) -> Any:
     assert relative_error(grad, exact) < TOLERANCE[policy]
     assert relative_error(own - W, weight - W) < TOLERANCE[policy]
     assert not np.array_equal(grad, exact)
-    assert planned(fast.plan) == {LOW[policy].name: products}
+    full = IN_FLOAT32.get(name, 0)
+    assert planned(fast.plan) == {LOW[policy].name: products - full} | ({"float32": full} if full else {})
     found = types_of(nodes_that_run(fast, X))
-    assert set(found) == {LOW[policy].name}
-    assert found[LOW[policy].name] >= written  # a function may be written once for each kind of call
+    assert set(found) == {LOW[policy].name} | ({"float32"} if full else set())
+    assert found[LOW[policy].name] >= written - full  # a function may be written once for each kind of call
     return fast
 
 

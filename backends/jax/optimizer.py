@@ -202,7 +202,8 @@ class Step:
     ) -> tuple[Any, LossScaleOptState]:
         """Return the new state, and ``when_applied`` of updates and new parameters, or ``when_skipped`` if skipped."""
         _check(state, params)
-        report_disagreement(self.state_type.policy, None, self.settings)
+        if self.state_type.policy is None:  # else the gradients may be of another policy than the one around this call
+            report_disagreement(None, None, self.settings)
         grads = gradients.at_scale(grads, state.scalars.scale)
         state = state._replace(loss_scale=gradients.marked(state.scalars.scale, gradients.SCALE))
         grads = gradients.marked_gradients(grads)

@@ -174,6 +174,7 @@ def state_of(opt: Any) -> dict[int, dict[str, Any]]:
 def everything(way: Way) -> list[Any]:
     """Return all values that a skipped step must not change, bit for bit."""
     saved = way.opt.state_dict()
+    saved.pop("policy", None)  # words, which torch does not compare
     saved.pop("loss_scale")
     return copy.deepcopy([list(way.model.parameters()), saved])
 

@@ -6,7 +6,7 @@ For example, this trains in float16 without a loss scale::
     with polyamp.autocast("mixed_float16"):
         loss = model(x).mean()
     opt.backward(loss)
-    opt.step()  # a warning: small float16 gradients round to zero
+    opt.step()  # at the second step a warning: nobody chose a policy, so nothing is scaled or checked
 """
 
 from __future__ import annotations

@@ -57,5 +57,7 @@ def _speeds(adapter: Any, described: Mapping[str, Any]) -> tuple[list[float], st
         how = f"by its self-test, right and times float32's speed: {shown or 'nothing'}"
     own = [speeds.get(name, 0.0) for name in _POLICIES]
     least = adapter.least_over_ranks(own) if hasattr(adapter, "least_over_ranks") else own
-    others = ", ".join(name for name, mine, all_ranks in zip(_POLICIES, own, least, strict=True) if all_ranks < mine)
-    return least, f"{adapter.name} {device['name']} {how}" + (f"; less on another rank: {others}" if others else "")
+    slower = [name for name, one, other in zip(_POLICIES, least, own, strict=True) if one < other * (1 - 1e-6)]
+    if slower:  # by more than the rounding to float32, which ranks exchange
+        how += f"; slower, or not right, on another rank: {', '.join(slower)}"
+    return least, f"{adapter.name} {device['name']} {how}"

@@ -180,6 +180,6 @@ def _report_mismatch(model: Any, optimizers: Sequence[LossScaledOptimizer]) -> N
         "the model a rewritten step: model.train_step = polyamp.rewrite(model.train_step, policy=policy)."
     )
     is_lowered = own is not None or model in CONVERTED or autocasts()
+    forward = None if own is None else make_policy(own)
     for one in optimizers:
-        forward = None if own is None else make_policy(own)
         report_disagreement(one.policy, forward, one.scaler.settings, in_float32="" if is_lowered else trains)

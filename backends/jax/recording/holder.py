@@ -112,14 +112,9 @@ class _Updates:
             elif gradients.mark_of(mark) is not None and self._divides and value == _BACKWARD:
                 self.unscaled[unstable.users_line(equation)] = None
             parts = [self.run(part, inputs, late) for part in unstable.inner_programs(equation)]
-            fitting = [part for part in parts if len(part) == len(equation.outvars)] or [
-                [value] * len(equation.outvars)
-            ]
-            known.update(
-                zip(
-                    equation.outvars,
-                    (functools.reduce(operator.or_, each) for each in zip(*fitting, strict=True)),
-                    strict=True,
-                )
-            )
+            fitting = [part for part in parts if len(part) == len(equation.outvars)]
+            outputs = zip(*fitting, strict=True) if fitting else [(value,)] * len(equation.outvars)
+            known |= {
+                var: functools.reduce(operator.or_, each) for var, each in zip(equation.outvars, outputs, strict=True)
+            }
         return read(jaxpr.outvars)

@@ -75,3 +75,12 @@ def test_the_policy_has_the_chosen_name_and_the_log_has_the_reason_once(
     assert again == polyamp.policy("float32", rules={"softmax": "lower"})
     (record,) = caplog.records
     assert (record.levelno, "import yours first" in record.getMessage()) == (logging.WARNING, True)
+
+
+def test_ranks_of_the_same_speed_differ_by_the_rounding_of_what_they_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "kept_result", lambda name, described: kept(float16=3.3, bfloat16=3.1))
+    one = adapter("mine", "float16", "bfloat16")
+    for factor, is_told in ((1 - 2.0**-24, False), (0.5, True)):
+        one.least_over_ranks = lambda numbers, factor=factor: [number * factor for number in numbers]
+        _, why = auto.choose([one])
+        assert ("on another rank: bfloat16, float16" in why) == is_told

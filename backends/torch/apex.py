@@ -45,20 +45,13 @@ class _RMSNorm(nn.RMSNorm):
 class _DistributedDataParallel(nn.parallel.DistributedDataParallel):
     """As torch's. Options of Apex that only change when gradients are sent have no effect."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        message_size: int = 10_000_000,
-        delay_allreduce: bool = False,
-        allreduce_always_fp32: bool = False,
-        gradient_average: bool = True,
-        gradient_predivide_factor: float = 1.0,
-        **without_effect: Any,
-    ) -> None:
-        changes = {"allreduce_always_fp32": allreduce_always_fp32, "gradient_average": not gradient_average}
-        changes["gradient_predivide_factor"] = gradient_predivide_factor != 1
+    def __init__(self, module: nn.Module, message_size: int = 0, delay_allreduce: bool = False, **options: Any) -> None:
+        changes = {name: options.get(name, default) != default for name, default in _MEAN.items()}
         _refuse("DistributedDataParallel", "torch.nn.parallel.DistributedDataParallel(model)", **changes)
         super().__init__(module, find_unused_parameters=delay_allreduce)
+
+
+_MEAN = {"allreduce_always_fp32": False, "gradient_average": True, "gradient_predivide_factor": 1.0}
 
 
 class Missing:
@@ -75,13 +68,9 @@ class Missing:
 
 def _refuse(name: str, instead: str, **changed: bool) -> None:
     """Refuse options that PyTorch's twin does not have, unless they have their defaults."""
-    if refused := [option for option, is_changed in changed.items() if is_changed]:
-        raise UnsupportedError(
-            "PyTorch's twin does not have this option",
-            where=f"apex: {name}",
-            found=", ".join(refused),
-            fix=f"leave it out, as in {instead}",
-        )
+    if found := ", ".join(option for option, is_changed in changed.items() if is_changed):
+        what, fix = "PyTorch's twin does not have this option", f"leave it out, as in {instead}"
+        raise UnsupportedError(what, where=f"apex: {name}", found=found, fix=fix)
 
 
 TABLE: dict[str, dict[str, Any]] = {

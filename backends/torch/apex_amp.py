@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from polyamp.backends.torch.apex_casts import (
     FORMATS,
-    AmpHandle,
+    HANDLE,
     cast_model,
     casts_off,
     float_function,
@@ -31,24 +31,15 @@ from polyamp.backends.torch.apex_casts import (
     register_float_function,
     register_half_function,
     register_promote_function,
-    turn_on,
 )
-from polyamp.backends.torch.attached import Attached, attach, wrapper_of
+from polyamp.backends.torch.attached import Attached, attach, check_plain, wrapper_of
 from polyamp.backends.torch.autocast.weights import forget_casts
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.grad_scaler import unscale_once
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.scale import LossScaler
-from polyamp.errors import (
-    InvalidTypeError,
-    InvalidValueError,
-    StateError,
-    UsageError,
-    no_optimizer,
-    shown,
-    warn_deprecated,
-    wrapped_already,
-)
+from polyamp.errors import InvalidValueError, StateError, UsageError, shown, warn_deprecated, wrong_type
+from polyamp.libraries import apex_losses
 from polyamp.policies import policy
 from polyamp.run import current, note_own_precision
 from polyamp.settings import LossScale
@@ -82,6 +73,22 @@ class Properties:
     loss_scale: Any = 1.0
 
 
+class ShownScaler(LossScaler):
+    """A loss scale that has Apex' names too."""
+
+    def loss_scale(self) -> float:
+        """Return the scale. Waits for the device if it is on one."""
+        return float(self.state.scale)
+
+    def _set(self, scale: float) -> None:
+        if not self.settings.dynamic:
+            self.settings = LossScale.fixed(scale).in_float32()
+        self.set(scale, where="loss_scaler._loss_scale = scale")
+
+    _loss_scale = property(loss_scale, _set)
+    _unskipped = property(lambda self: int(self.state.good_steps))
+
+
 class AmpState(ModuleType):
     """What `initialize` decided, and the loss scales, which all its optimizers share."""
 
@@ -90,35 +97,10 @@ class AmpState(ModuleType):
 
     def __init__(self) -> None:
         super().__init__("apex.amp._amp_state")
-        self.handle: AmpHandle | None = None
+        self.handle = HANDLE
         self.loss_scalers: list[ShownScaler] = []
-        self.scaler = LossScaler(LossScale.like("apex"))
+        self.scaler = ShownScaler(LossScale.like("apex"))
         self._amp_state = self
-
-
-class ShownScaler:
-    """A loss scale under Apex' names."""
-
-    def __init__(self, scaler: LossScaler, loss_id: int) -> None:
-        self._scaler = scaler
-        self.key = loss_id or None  # the loss without an id in polyamp has number 0 here
-
-    @property
-    def scaler(self) -> LossScaler:
-        """Polyamp's loss scaler."""
-        return self._scaler.of(self.key)
-
-    def loss_scale(self) -> float:
-        """Return the scale. Waits for the device if it is on one."""
-        return float(self.scaler.state.scale)
-
-    def _set(self, scale: float) -> None:
-        if not self.scaler.settings.dynamic:
-            self.scaler.settings = LossScale.fixed(scale).in_float32()
-        self.scaler.set(scale, where="loss_scaler._loss_scale = scale")
-
-    _loss_scale = property(loss_scale, _set)
-    _unskipped = property(lambda self: int(self.scaler.state.good_steps))
 
 
 _amp_state = AmpState()
@@ -170,9 +152,8 @@ def _properties(opt_level: Any, loss_scale: Any, options: dict[str, Any]) -> Pro
 
 
 def _wrong(option: str, value: object, allowed: str) -> InvalidValueError:
-    return InvalidValueError(
-        "wrong value of an option", where=f"amp.initialize({option}=)", found=repr(value), allowed=allowed
-    )
+    where, found = f"amp.initialize({option}=)", repr(value)
+    return InvalidValueError("wrong value of an option", where=where, found=found, allowed=allowed)
 
 
 def initialize(
@@ -215,9 +196,8 @@ def initialize(
         UsageError: a model has 16-bit parameters, or is wrapped for several devices; or an optimizer was passed before.
     """
     note_own_precision("apex.amp.initialize")
-    warn_deprecated(
-        f'apex.amp.initialize(model, opt, opt_level="{opt_level}")', _INSTEAD.get(opt_level, _INSTEAD["O1"])
-    )
+    instead = _INSTEAD.get(opt_level, _INSTEAD["O1"])
+    warn_deprecated(f'apex.amp.initialize(model, opt, opt_level="{opt_level}")', instead)
     if not enabled:
         _amp_state.opt_properties = Properties()
         return models if optimizers is None else (models, optimizers)
@@ -234,56 +214,38 @@ def initialize(
     for model in some_models:
         _check_model(model)
     for optimizer in some_optimizers:
-        _check_optimizer(optimizer)
+        check_plain(optimizer)
     _amp_state.opt_properties = properties
     for model in some_models:
         cast_model(model, properties.cast_model_type, properties.keep_batchnorm_fp32, cast_model_outputs)
     _share_scales(properties, settings, num_losses, some_optimizers)
     if properties.patch_torch_functions:
-        _amp_state.handle = turn_on(_amp_state.handle, some_models)
+        HANDLE.activate(some_models)
     return models if not some_optimizers else (models, optimizers)
 
 
 def _settings(loss_scale: Any, least: float | None, most: float) -> LossScale:
     if loss_scale != "dynamic":
         return LossScale.fixed(loss_scale)
-    init = max(least or 0.0, min(most, LossScale.like("apex").init))
-    limits = {"max": most, "init": init, "min": least}
-    return LossScale.like("apex", **{name: value for name, value in limits.items() if value})
+    apex = LossScale.like("apex")
+    init = max(least or 0.0, min(most, apex.init))
+    return LossScale.like("apex", min=least or apex.min, max=most or apex.max, init=init)
 
 
 def _check_model(model: Any) -> None:
     """Refuse what is not a model, is wrapped for several devices already, or has 16-bit parameters."""
+    where = "amp.initialize(models)"
     if not isinstance(model, nn.Module):
-        raise InvalidTypeError(
-            "this is not a model",
-            where="amp.initialize(models)",
-            found=shown(model),
-            allowed="a torch.nn.Module, or a list of them",
-        )
+        what, fix = "this is not a model", "pass the model, or models in a list"
+        raise wrong_type(model, where=where, allowed="a torch.nn.Module, or a list of them", fix=fix, what=what)
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise UsageError(
-            "the model is wrapped for several devices already",
-            where="amp.initialize(models)",
-            found=type(model).__name__,
-            fix=f"call amp.initialize first, then {type(model).__name__}(model)",
-        )
-    values = (*model.named_parameters(), *model.named_buffers())
-    low = [f"{name} of {value.dtype}" for name, value in values if value.dtype in SIXTEEN_BIT]
-    if low:
-        raise UsageError(
-            "the model has 16-bit parameters or buffers",
-            where="amp.initialize",
-            found=low[0],
-            fix="pass the float32 model, without .half(): amp.initialize casts what has to be cast",
-        )
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise no_optimizer(optimizer, allowed="a plain torch.optim.Optimizer, a list of them, or None")
-    if wrapper_of(optimizer) is not None or isinstance(optimizer, LossScaledOptimizer):
-        raise wrapped_already(type(optimizer).__name__, fix="pass each plain optimizer to amp.initialize once")
+        kind = type(model).__name__
+        fix = f"call amp.initialize first, then {kind}(model)"
+        raise UsageError("the model is wrapped for several devices already", where=where, found=kind, fix=fix)
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.dtype in SIXTEEN_BIT:
+            found, fix = f"{name} of {value.dtype}", "pass the float32 model, without .half(): what has to be is cast"
+            raise UsageError("the model has 16-bit parameters or buffers", where=where, found=found, fix=fix)
 
 
 def _share_scales(
@@ -293,7 +255,7 @@ def _share_scales(
     dtype = torch.float16 if properties.patch_torch_functions else properties.cast_model_type or torch.float32
     shared = _amp_state.scaler
     LossScaler.__init__(shared, settings, policy("O0" if dtype == torch.float32 else f"mixed_{FORMATS[dtype]}"))
-    _amp_state.loss_scalers = [ShownScaler(shared, loss_id) for loss_id in range(count)]
+    _amp_state.loss_scalers = [shared.of(loss_id or None) for loss_id in range(count)]  # polyamp's first has no id
     for optimizer in optimizers:
         if properties.cast_model_type and not properties.master_weights:
             optimizer.load_state_dict(optimizer.state_dict())  # which casts moments to the dtype of their parameters
@@ -358,21 +320,19 @@ def scale_loss(
         InvalidValueError: there is no such loss.
     """
     warn_deprecated("with apex.amp.scale_loss(loss, opt) as scaled: scaled.backward()", "opt.backward(loss)")
-    if not hasattr(_amp_state, "opt_properties"):
-        raise UsageError(
-            "a loss is scaled before anything was initialized",
-            where="amp.scale_loss",
-            fix="call model, optimizer = amp.initialize(model, optimizer, opt_level=...) first",
-        )
-    if not _amp_state.opt_properties.enabled:
+    if not getattr(_amp_state, "opt_properties", _LEVELS["O0"]).enabled:
         yield loss
         return
-    wrapped, shown_scaler = _wrapped(optimizers), _scaler_of(loss_id)
-    yield wrapped[0].scale(loss, shown_scaler.key)
+    wrapped, scalers = _wrapped(optimizers), _amp_state.loss_scalers
+    if not 0 <= loss_id < len(scalers):
+        where, fix = "amp.scale_loss(loss_id=)", "pass num_losses= to amp.initialize"
+        allowed = f"0 to {len(scalers) - 1}"
+        raise InvalidValueError("there is no loss of this number", where=where, found=loss_id, allowed=allowed, fix=fix)
+    yield wrapped[0].scale(loss, loss_id or None)
     if not delay_unscale:
         for one in wrapped:
             unscale_once(one)
-        flags = [flag for one in wrapped if (flag := one.findings.flags.get(shown_scaler.scaler)) is not None]
+        flags = [flag for one in wrapped if (flag := one.findings.flags.get(scalers[loss_id])) is not None]
         for one in wrapped if len(flags) > 1 else ():  # all skip if the block made one of them skip, as in Apex
             one.findings.skip_with(torch.stack([flag.to(flags[0].device) for flag in flags]).amax())
     forget_casts()
@@ -382,25 +342,10 @@ def _wrapped(optimizers: Any) -> list[LossScaledOptimizer]:
     given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     known = [one for one in map(wrapper_of, given) if one is not None]
     if not known or len(known) < len(given):
-        raise UsageError(
-            "the optimizer did not go through amp.initialize",
-            where="amp.scale_loss(loss, optimizers)",
-            found=", ".join(map(shown, given)) or "no optimizer",
-            fix="model, optimizer = amp.initialize(model, optimizer, opt_level=...)",
-        )
+        where, found = "amp.scale_loss(loss, optimizers)", ", ".join(map(shown, given)) or "no optimizer"
+        fix = "model, optimizer = amp.initialize(model, optimizer, opt_level=...)"
+        raise UsageError("the optimizer did not go through amp.initialize", where=where, found=found, fix=fix)
     return known
-
-
-def _scaler_of(loss_id: int) -> ShownScaler:
-    if not 0 <= loss_id < len(_amp_state.loss_scalers):
-        raise InvalidValueError(
-            "there is no loss of this number",
-            where="amp.scale_loss(loss_id=)",
-            found=loss_id,
-            allowed=f"0 to {len(_amp_state.loss_scalers) - 1}",
-            fix="pass num_losses= to amp.initialize",
-        )
-    return _amp_state.loss_scalers[loss_id]
 
 
 def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -428,21 +373,16 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     warn_deprecated(
         "apex.amp.load_state_dict(saved)", "opt.load_state_dict(saved), or polyamp.load_loss_scale(opt, saved)"
     )
-    saved = list(state_dict.items()) if isinstance(state_dict, Mapping) else [("saved", state_dict)]
-    for key, one in saved:
-        if "loss_scaler" not in str(key) or not (isinstance(one, Mapping) and {"loss_scale", "unskipped"} <= set(one)):
-            raise StateError(
-                "this is not a state of apex.amp",
-                where="amp.load_state_dict(saved)",
-                found=f"{key}: {shown(one)}",
-                allowed="loss_scaler0, ..., each with loss_scale and unskipped",
-                fix="pass what amp.state_dict() returned",
-            )
+    keys = {"loss_scale", "unskipped"}
+    losses = [one for one in apex_losses(state_dict).values() if isinstance(one, Mapping) and keys <= one.keys()]
+    if not losses or len(losses) < len(state_dict):
+        where, found = "amp.load_state_dict(saved)", shown(state_dict)
+        allowed, fix = "loss_scaler0, ..., each with loss_scale and unskipped", "pass what amp.state_dict() returned"
+        raise StateError("this is not a state of apex.amp", where=where, found=found, allowed=allowed, fix=fix)
     loaded = []
-    for shown_scaler, (_, one) in zip(_amp_state.loss_scalers, saved, strict=False):
-        scaler = shown_scaler.scaler
-        settings = scaler.settings if scaler.settings.dynamic else LossScale.fixed(one["loss_scale"])  # any number
-        loaded.append((scaler, settings, settings.from_state_dict({"loss_scaler0": dict(one)})))
+    for scaler, saved in zip(_amp_state.loss_scalers, losses, strict=False):
+        settings = scaler.settings if scaler.settings.dynamic else LossScale.fixed(saved["loss_scale"])  # any number
+        loaded.append((scaler, settings, settings.from_state_dict(saved)))
     for scaler, settings, state in loaded:
         scaler.settings = settings
         scaler.resume(state)

@@ -1,17 +1,17 @@
 """The formats of Apex' levels: models that are cast, O1's region, and functions whose format the program chooses.
 
 For O1, Apex replaced PyTorch's functions for the whole process, which covers losses outside of the model's forward
-pass. A region of polyamp belongs to a thread. An `AmpHandle` enters it in the thread that makes it, and in each thread
-that calls a model of `amp.initialize`, and leaves it when it is deactivated.
+pass. A region of polyamp belongs to a thread. `HANDLE` enters it in the thread that calls `amp.initialize`, and in each
+thread that calls one of its models.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from types import BuiltinFunctionType, MethodDescriptorType, ModuleType
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +22,7 @@ from polyamp.backends.torch.autocast.weights import forget_casts
 from polyamp.backends.torch.casting import cast_tensor, cast_to, leaves
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.errors import InvalidValueError, unreported, warn_deprecated
+from polyamp.errors import InvalidValueError, shown, unreported, warn_deprecated
 from polyamp.policies import policy
 from polyamp.run import current
 
@@ -56,96 +56,70 @@ def _show_float32(module: nn.Module, state: dict[str, Any], prefix: str, _: Any)
 
 
 class _Here(threading.local):
-    """The region that this thread has entered, and the handle that it belongs to."""
-
-    entered: tuple[AmpHandle, AbstractContextManager[None]] | None = None
+    region: AbstractContextManager[None] | None = None  # that this thread has entered
 
 
 _HERE = _Here()
 
 
 class AmpHandle:
-    """What turns O1 on, in this thread and in others that ask for it, until ``_deactivate()``."""
+    """O1, which is active from `amp.initialize` until ``_deactivate()``."""
 
     def __init__(self) -> None:
-        self.is_open = True
+        self.is_active = False
         self._replaced: list[tuple[Any, str, Any]] = []
 
-    def enter(self) -> None:
-        """Enter the region in this thread, and replace the functions that were registered since the last call."""
+    def activate(self, models: Iterable[nn.Module]) -> None:
+        """Enter the region here and in the models' calls, and replace the functions that were registered so far."""
         for (owner, name), cast in _registered.items():
             original = getattr(owner, name)
             self._replaced.append((owner, name, original))
             setattr(owner, name, _casting(original, cast=cast))
         _registered.clear()
-        self._enter_here()
+        if not self.is_active and (session := current()) is not None:
+            session.callback(self._deactivate)
+        self.is_active = True
+        self._enter()
+        for model in models:
+            model.register_forward_pre_hook(self._call_begins)
+            model.register_forward_hook(self._call_ends, always_call=True)
 
-    def _enter_here(self) -> None:
-        if not self.is_open or (_HERE.entered is not None and _HERE.entered[0] is self):
-            return
-        _leave_here()
-        entered = autocast_context(_FLOAT16)
-        entered.__enter__()
-        torch.set_autocast_cache_enabled(False)  # a cast without gradients would be used later with them
-        _HERE.entered = (self, entered)
+    def is_here(self) -> bool:
+        """Return whether this thread is in the region, and no inner one turns it off."""
+        return self.is_active and _HERE.region is not None and torch.is_autocast_enabled("cpu")
 
-    def watch(self, model: nn.Module) -> None:
-        """Let the model's calls be in the region, with casts of weights that are kept during a call."""
-        model.register_forward_pre_hook(self._call_begins)
-        model.register_forward_hook(_call_ends, always_call=True)
+    def _enter(self) -> None:
+        if _HERE.region is None:
+            _HERE.region = autocast_context(_FLOAT16)
+            _HERE.region.__enter__()
+            torch.set_autocast_cache_enabled(False)  # a cast without gradients would be used later with them
 
     def _call_begins(self, model: nn.Module, args: Any) -> None:
-        if self.is_open:
-            self._enter_here()
+        if self.is_active:  # casts of weights are kept during a call
+            self._enter()
             forget_casts()
             torch.set_autocast_cache_enabled(True)
 
+    def _call_ends(self, model: nn.Module, args: Any, outputs: Any) -> None:
+        if _HERE.region is not None:
+            torch.set_autocast_cache_enabled(False)
+
     def _deactivate(self) -> None:
-        # Other threads leave the region when they ask for another.
-        self.is_open = False
-        if _HERE.entered is not None and _HERE.entered[0] is self:
-            _leave_here()
+        self.is_active = False
+        if _HERE.region is not None:
+            _HERE.region.__exit__(None, None, None)
+            _HERE.region = None
+            torch.set_autocast_cache_enabled(True)
         while self._replaced:
             setattr(*self._replaced.pop())
 
 
-def turn_on(handle: AmpHandle | None, models: Iterable[nn.Module]) -> AmpHandle:
-    """Enter O1 here and in the calls of the models. Models of several calls share one handle while it is active."""
-    if handle is None or not handle.is_open:
-        handle = AmpHandle()
-    handle.enter()
-    for model in models:
-        handle.watch(model)
-    if (session := current()) is not None:
-        session.callback(handle._deactivate)
-    return handle
+HANDLE = AmpHandle()
 
 
-def _call_ends(model: nn.Module, args: Any, outputs: Any) -> None:
-    if _HERE.entered is not None:
-        torch.set_autocast_cache_enabled(False)
-
-
-def _leave_here() -> None:
-    if _HERE.entered is not None:
-        _HERE.entered[1].__exit__(None, None, None)
-        _HERE.entered = None
-        torch.set_autocast_cache_enabled(True)
-
-
-def is_here() -> bool:
-    """Return whether this thread is in an open region, and no inner one turns it off."""
-    return _HERE.entered is not None and _HERE.entered[0].is_open and torch.is_autocast_enabled("cpu")
-
-
-@contextmanager
-def casts_off() -> Iterator[None]:
+def casts_off() -> AbstractContextManager[None]:
     """Run operations as they are written, for an optimizer's step and for functions that chose their format."""
-    if _HERE.entered is None:
-        yield
-        return
-    with autocast_context(_FLOAT32):
-        yield
+    return nullcontext() if _HERE.region is None else autocast_context(_FLOAT32)
 
 
 # Functions whose format the program chooses.
@@ -196,12 +170,8 @@ _registered: dict[tuple[Any, str], Cast] = {}
 def _register(function: str, module: Any, name: str, cast: Cast) -> None:
     warn_deprecated(f"apex.amp.{function}(module, name)", _INSTEAD)
     if not hasattr(module, name):
-        raise InvalidValueError(
-            "the module has no function of this name",
-            where=f"amp.{function}(module, name)",
-            found=repr(name),
-            allowed=f"a function of {module.__name__ if isinstance(module, ModuleType) else module!r}",
-        )
+        where, allowed = f"amp.{function}(module, name)", f"a function of {shown(module)}"
+        raise InvalidValueError("the module has no function of this name", where=where, found=name, allowed=allowed)
     _registered[module, name] = cast
 
 
@@ -217,12 +187,9 @@ def _casting(fn: Fn, *, cast: Cast) -> Fn:
     is_torchs = is_torchs or isinstance(fn, BuiltinFunctionType | MethodDescriptorType)
 
     def casting(*args: Any, **kwargs: Any) -> Any:
-        if not is_here():
-            return fn(*args, **kwargs)
-        args, kwargs = cast((args, kwargs))
-        if not is_torchs:
-            return fn(*args, **kwargs)
-        with casts_off():
+        is_here = HANDLE.is_here()
+        args, kwargs = cast((args, kwargs)) if is_here else (args, kwargs)
+        with casts_off() if is_here and is_torchs else nullcontext():
             return fn(*args, **kwargs)
 
     return functools.wraps(fn)(casting)  # type: ignore[return-value]

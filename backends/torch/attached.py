@@ -119,10 +119,7 @@ def attach(
 ) -> LossScaledOptimizer:
     """Make an optimizer act as its wrapper, and return the wrapper, which scales the losses."""
     # `kind` is how it steps, and whether it saves the loss scale. The options are those of `polyamp.wrap_optimizer`.
-    if isinstance(optimizer, Attached | LossScaledOptimizer):
-        raise wrapped_already(f"{type(optimizer).__name__} with a loss scale", fix="attach it once")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise no_optimizer(optimizer, allowed="an instance of torch.optim.Optimizer")
+    check_plain(optimizer)
     hidden: torch.optim.Optimizer = type(optimizer).__new__(type(optimizer))
     vars(hidden).update(vars(optimizer))
     if hasattr(vars(hidden).get("step"), "_wrapped_by_lr_sched"):
@@ -131,6 +128,14 @@ def attach(
     vars(optimizer).clear()
     _become(optimizer, wrapper, kind)
     return wrapper
+
+
+def check_plain(optimizer: object) -> None:
+    """Refuse what is not an optimizer, or has a loss scale already."""
+    if isinstance(optimizer, Attached | LossScaledOptimizer):
+        raise wrapped_already(f"{type(optimizer).__name__} with a loss scale", fix="pass each plain optimizer once")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise no_optimizer(optimizer, allowed="a plain torch.optim.Optimizer")
 
 
 def wrapper_of(optimizer: object) -> LossScaledOptimizer | None:

@@ -10,7 +10,6 @@ Under `polyamp run`, `install` puts the names of this module into the real modul
 from __future__ import annotations
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -87,8 +86,7 @@ class GradScaler(PolyampGradScaler):
         instead += ". Or keep the scaler: polyamp.backends.torch.GradScaler()"
         warn_deprecated("torch.cuda.amp.GradScaler()", instead)
         if enabled:
-            note_own_precision("torch.cuda.amp.GradScaler")
-            _report_devices("float16")
+            _report_use("torch.cuda.amp.GradScaler", "float16")
         super().__init__(_DEVICE, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if enabled and (session := current()) is not None:
             session.holders.append(self)
@@ -119,11 +117,11 @@ def _report_region(enabled: bool, dtype: str) -> None:
     named = f"mixed_{form}" if enabled and form in ("float16", "bfloat16") else "float32"
     warn_deprecated("torch.cuda.amp.autocast()", f'polyamp.autocast("{named}")')
     if enabled:
-        note_own_precision("torch.cuda.amp.autocast")
-        _report_devices(form)
+        _report_use("torch.cuda.amp.autocast", form)
 
 
-def _report_devices(form: str) -> None:
+def _report_use(interface: str, form: str) -> None:
+    note_own_precision(interface)
     if not _HAS_CUDA:
         warn_once(
             "torch.cuda.amp without a CUDA device: native autocast and scaler disable themselves; polyamp's run in "
@@ -142,21 +140,13 @@ _NAMES: dict[str, dict[str, Any]] = {
 
 def install(session: Session) -> None:
     """Put the names of this module into ``torch.cuda.amp`` until a run ends."""
-    for module_name, names in _NAMES.items():
-        module = _module(session, module_name)
-        for name, value in names.items():
-            session.replace(module, name, value)
-
-
-def _module(session: Session, name: str) -> ModuleType:
-    """Return a module, which is created if PyTorch lacks it."""
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        module = ModuleType(name, f"The names of `{name}`, on polyamp.")
-        module.__path__ = []
-        sys.modules[name] = module
-        session.callback(sys.modules.pop, name, None)
-        parent, _, last = name.rpartition(".")
-        session.replace(sys.modules[parent], last, module)
-        return module
+    for name, values in _NAMES.items():
+        module = sys.modules.get(name)
+        if module is None:  # a later PyTorch lacks it
+            module = sys.modules[name] = ModuleType(name, f"The names of `{name}`, on polyamp.")
+            module.__path__ = []
+            session.callback(sys.modules.pop, name, None)
+            parent, _, last = name.rpartition(".")
+            session.replace(sys.modules[parent], last, module)
+        for key, value in values.items():
+            session.replace(module, key, value)

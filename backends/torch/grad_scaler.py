@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from polyamp.backends.torch import refusals
 from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.guards import LISTENERS, update_begins
 from polyamp.backends.torch.modules import names_of
@@ -23,21 +24,20 @@ from polyamp.backends.torch.optimizer import LossScaledOptimizer, update_or_skip
 from polyamp.backends.torch.overflow import explanation
 from polyamp.backends.torch.provenance import report_hooks
 from polyamp.backends.torch.ranks import RankSet, has_peers
-from polyamp.backends.torch.refusals import scaled_twice
 from polyamp.backends.torch.saving import FIX, bad_state
 from polyamp.backends.torch.scale import LossScaler
 from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping, not_traced
-from polyamp.errors import InvalidValueError, UsageError, is_number, shown, warn_once, wrong_type
-from polyamp.libraries import write
+from polyamp.errors import UsageError, is_number, kind_of, warn_once, wrong_type
+from polyamp.libraries import LIBRARIES, write
 from polyamp.scale import StepResult, on_host
-from polyamp.settings import LossScale, LossScaleState
+from polyamp.settings import LossScale
 
 
 def _setting(name: str) -> Any:
     """Return a property for one of torch's settings, which are those of the loss scale."""
 
     def change(scaler: GradScaler, value: Any) -> None:
-        scaler._scaler.settings = replace(scaler.config, **{name: value})
+        scaler.scaler.settings = replace(scaler.config, **{name: value})
 
     return property(lambda scaler: getattr(scaler.config, name), change)
 
@@ -83,8 +83,7 @@ class GradScaler(torch.amp.GradScaler):
         UsageError: the optimizers do not share their loss scales.
     """
 
-    _growth_factor, _backoff_factor = _setting("growth"), _setting("backoff")
-    _growth_interval = _setting("interval")
+    _growth_factor, _backoff_factor, _growth_interval = map(_setting, ("growth", "backoff", "interval"))
 
     def __init__(
         self,
@@ -101,15 +100,14 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__("cpu", enabled=False)  # none of torch's own state is used
         self._wrapped: Sequence[LossScaledOptimizer] = () if optimizers is None else _checked(optimizers)
         if not enabled:
-            settings = LossScale.none()
-        elif loss_scale is None:
-            asked = [init_scale] if is_number(init_scale) else []
-            settings = LossScale.like("torch", min=min(LossScale().min, *asked), max=max(2.0**24, *asked),
-                                      init=init_scale, growth=growth_factor, backoff=backoff_factor,
-                                      interval=growth_interval)  # fmt: skip
+            own = LossScale.none()
+        elif loss_scale is not None:
+            own = LossScale.of(loss_scale, where="GradScaler(loss_scale=)")
         else:
-            settings = LossScale.of(loss_scale, where="GradScaler(loss_scale=)")
-        self._own = LossScaler(settings)
+            asked = [init_scale] if is_number(init_scale) else []
+            own = LossScale.like("torch", min=min(LossScale().min, *asked), max=max(2.0**24, *asked), init=init_scale,
+                                 growth=growth_factor, backoff=backoff_factor, interval=growth_interval)  # fmt: skip
+        self._own = LossScaler(own)
         self._last_step = StepResult(self._own.state)
         self._start()
 
@@ -128,13 +126,14 @@ class GradScaler(torch.amp.GradScaler):
         return self._wrapped
 
     @property
-    def _scaler(self) -> LossScaler:
+    def scaler(self) -> LossScaler:
+        """The loss scale in use, which is that of the wrapped optimizers if there are some."""
         return self.optimizers[0].scaler if self.optimizers else self._own
 
     @property
     def config(self) -> LossScale:
         """The settings, including changes by torch's ``set_...`` methods."""
-        return self._scaler.settings
+        return self.scaler.settings
 
     @property
     def last_step(self) -> StepResult:
@@ -143,7 +142,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def is_enabled(self) -> bool:
         """Return whether losses are multiplied."""
-        return self._scaler.multiplies
+        return self.scaler.multiplies
 
     def scale(self, outputs: Any) -> Any:
         """Return the outputs times the scale, as torch does; 16-bit tensors in float32. A non-finite one skips a step.
@@ -159,7 +158,7 @@ class GradScaler(torch.amp.GradScaler):
             outputs = list(outputs)
         if not self.config.check or (isinstance(outputs, list | tuple) and not outputs):
             return outputs
-        return self._scaler.scale(outputs, process_group=None)
+        return self.scaler.scale(outputs, process_group=None)
 
     @not_traced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -171,12 +170,8 @@ class GradScaler(torch.amp.GradScaler):
         if self.optimizers:
             self._own_optimizer(optimizer, "scaler.unscale_(optimizer)").unscale_()
         elif id(optimizer) in self._seen:
-            raise UsageError(
-                "the gradients of this optimizer were unscaled already, or stepped on, since the last update()",
-                where="GradScaler.unscale_(optimizer)",
-                found=shown(optimizer),
-                fix="call it once, after the last backward() and before step(); call update() after the steps",
-            )
+            fix = "call it once, after the last backward() and before step(); call update() after the steps"
+            raise refusals.unscaled_already(where="GradScaler.unscale_(optimizer)", fix=fix)
         elif self.config.check:
             self._look(optimizer)
 
@@ -195,24 +190,14 @@ class GradScaler(torch.amp.GradScaler):
         if not self.config.check:
             return optimizer.step(*args, **kwargs)
         update_begins(scale=self.get_scale)
-        closure = next(filter(callable, [*args, kwargs.get("closure")]), None)
-        if closure is not None:
-            raise UsageError(
-                "Closure use is not currently supported if GradScaler is enabled: its loss would not be scaled",
-                where="GradScaler.step(optimizer, closure)",
-                found=shown(closure),
-                fix="wrap the optimizer instead: polyamp.wrap_optimizer(optimizer).step(closure), where the closure "
-                "calls its backward(loss)",
-            )
-        scaler = self._scaler
+        if any(map(callable, [*args, kwargs.get("closure")])):
+            raise refusals.closure_with_scaler()
+        scaler = self.scaler
         scaler.report_earlier_step(self._explain, process_group=None)
         seen = self._seen.get(id(optimizer)) or self._look(optimizer)
         if seen.finite is not None:
-            raise UsageError(
-                "step() was called for this optimizer already since the last update()",
-                where="GradScaler.step(optimizer)",
-                fix="call scaler.update() once, after all optimizers have stepped",
-            )
+            what, fix = "this optimizer has stepped already since the last update()", "call update() after all steps"
+            raise UsageError(what, where="GradScaler.step(optimizer)", fix=fix)
         gradients, has_stepped = Gradients(optimizer.param_groups), self._stepped.get(optimizer, False)
         result, seen.finite = update_or_skip(optimizer, seen.bad, gradients, None, has_stepped=has_stepped)
         self._stepped[optimizer] = has_stepped or seen.finite is True
@@ -234,39 +219,28 @@ class GradScaler(torch.amp.GradScaler):
         seen, self._seen = list(self._seen.values()), {}
         if new_scale is not None:
             scale = new_scale.item() if isinstance(new_scale, Tensor) else new_scale
-            self._scaler.set(scale, where="GradScaler.update(new_scale)")
+            self.scaler.set(scale, where="GradScaler.update(new_scale)")
             return
         if not seen:
-            raise UsageError(
-                "no gradients were tested since the last update()",
-                where="GradScaler.update()",
-                fix="call scaler.step(optimizer) before it",
-            )
+            what, fix = "no gradients were tested since the last update()", "call scaler.step(optimizer) before it"
+            raise UsageError(what, where="GradScaler.update()", fix=fix)
         bad = torch.stack([one.bad.to(seen[0].bad.device) for one in seen]).amax()
         on_host_already = bad.device.type == "cpu" or all(isinstance(one.finite, bool) for one in seen)
         finite: bool | Tensor = not bad if on_host_already else bad == 0
-        self._scaler.advance(finite)
-        self._last_step = StepResult(self._scaler.state, finite, self._explain)
-        self._scaler.report_step(self._explain)
+        self.scaler.advance(finite)
+        self._last_step = StepResult(self.scaler.state, finite, self._explain)
+        self.scaler.report_step(self._explain)
 
     def get_scale(self) -> float:
         """Return the scale that the next loss is multiplied by. Waits for the device if the scale is on one."""
-        return float(self._scaler.state.scale)
+        return float(self.scaler.state.scale)
 
     def _get_growth_tracker(self) -> int:
-        return int(self._scaler.state.good_steps)
-
-    def settings_and_state(self) -> tuple[LossScale, LossScaleState]:
-        """Return the settings, and the state as Python numbers. Waits for the device if the state is on one."""
-        return self.config, on_host(self._scaler.state)
-
-    def resume(self, state: LossScaleState) -> None:
-        """Resume from a state of Python numbers."""
-        self._scaler.resume(state)
+        return int(self.scaler.state.good_steps)
 
     def state_dict(self) -> dict[str, Any]:
         """Return torch's five keys, and all fields as ``polyamp`` if its settings need them; all with wrapped ones."""
-        settings, state = self.settings_and_state()
+        settings, state = self.config, on_host(self.scaler.state)
         ours = settings.to_state_dict(state)
         if self.optimizers:
             return ours
@@ -282,29 +256,23 @@ class GradScaler(torch.amp.GradScaler):
             UsageError: an empty state, which a disabled scaler saved. With wrapped optimizers it changes nothing.
         """
         if not isinstance(state_dict, Mapping):
-            kind = type(state_dict).__name__
-            raise bad_state("this is not a saved state", kind, "a mapping", FIX)
+            raise bad_state("this is not a saved state", kind_of(state_dict), "a mapping", FIX)
         if not state_dict and not self.optimizers and self.is_enabled():
-            raise UsageError(
-                "the saved state is empty: it may be that of a disabled scaler",
-                where="GradScaler.load_state_dict(saved)",
-                fix="leave the loading out, or load a result of state_dict() of an enabled scaler",
-            )
+            what, fix = "the saved state is empty, as that of a disabled scaler", "load that of an enabled scaler"
+            raise UsageError(what, where="GradScaler.load_state_dict(saved)", fix=fix)
         if not state_dict or not self.config.check:
             return
         settings = self.config
         if not self.optimizers:
-            options = {"growth": "growth_factor", "backoff": "backoff_factor", "interval": "growth_interval"}
-            settings = replace(
-                settings, **{one: state_dict[name] for one, name in options.items() if name in state_dict}
-            )
+            names = LIBRARIES["torch"].options
+            settings = replace(settings, **{names[key]: state_dict[key] for key in names.keys() & state_dict.keys()})
         state = settings.from_state_dict(state_dict.get("polyamp", state_dict))
-        self._scaler.settings = settings
-        self._scaler.resume(state)
+        self.scaler.settings = settings
+        self.scaler.resume(state)
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {key: value for key, value in self.__dict__.items() if key not in _NOT_COPIED}
-        return {**kept, "_last_step": StepResult(on_host(self._scaler.state), bool(self.last_step))}
+        return {**kept, "_last_step": StepResult(on_host(self.scaler.state), bool(self.last_step))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -312,30 +280,20 @@ class GradScaler(torch.amp.GradScaler):
 
     def holders(self) -> Iterator[Any]:
         """Yield the objects that hold data about losses and steps, for `recording.reach.keep`."""
-        yield from (self, self._scaler)
+        yield from (self, self.scaler)
 
     def _look(self, optimizer: torch.optim.Optimizer) -> _Tested:
         """Unscale and test the gradients of a plain optimizer."""
         if isinstance(optimizer, LossScaledOptimizer):
-            raise scaled_twice(optimizer.inner)
+            raise refusals.scaled_twice(optimizer.inner)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise wrong_type(
-                optimizer,
-                where="GradScaler",
-                allowed="an instance of torch.optim.Optimizer",
-                fix="give the plain optimizer",
+                optimizer, where="GradScaler", allowed="a torch.optim.Optimizer", fix="give the plain optimizer"
             )
-        gradients, scaler = Gradients(optimizer.param_groups), self._scaler
-        half = [param for param in gradients.params if param.grad is not None and param.grad.dtype == torch.float16]
-        if half:
-            raise InvalidValueError(
-                "Attempting to unscale FP16 gradients.",  # as torch's own scaler words it
-                where="GradScaler.unscale_(optimizer), which step(optimizer) calls",
-                found=f"{names_of(optimizer.param_groups)[half[0]]} and its gradient of torch.float16",
-                allowed="float32 parameters, run in 16 bits by autocast",
-                fix="keep the model in float32, without .half(); or wrap the optimizer, which then trains float32 "
-                "master weights: polyamp.wrap_optimizer(optimizer, policy)",
-            )
+        gradients, scaler = Gradients(optimizer.param_groups), self.scaler
+        for param in gradients.params:
+            if param.grad is not None and param.grad.dtype == torch.float16:
+                raise refusals.half_gradients(names_of(optimizer.param_groups)[param])
         if optimizer not in self._stepped:
             report_hooks(gradients.parameters, scaler, clip="after scaler.unscale_(optimizer)")
         bad, overflowed = gradients.unscale(scaler.inverse(scaler.state.scale)), None
@@ -347,16 +305,9 @@ class GradScaler(torch.amp.GradScaler):
         return seen
 
     def _own_optimizer(self, optimizer: torch.optim.Optimizer, where: str) -> LossScaledOptimizer:
-        for one in self.optimizers:
-            if optimizer is one:
-                return one
-        raise UsageError(
-            "this is not an optimizer of the scaler",
-            where=where,
-            found=shown(optimizer),
-            allowed="a wrapped optimizer that the scaler was made with",
-            fix="pass what polyamp.wrap_optimizer returned; use the plain optimizer nowhere else",
-        )
+        if not (isinstance(optimizer, LossScaledOptimizer) and optimizer in self.optimizers):
+            raise refusals.of_another_scaler(optimizer, where=where)
+        return optimizer
 
 
 _NOT_COPIED = ("_seen", "_stepped", "_explain")
@@ -368,7 +319,7 @@ def _report_clipping(given: list[Tensor], limit: float, measured: bool) -> list[
     graded = set() if math.isinf(limit) or LISTENERS else {id(one) for one in given if one.grad is not None}
     for scaler in tuple(_ALIVE) if graded else ():
         # A scaler meets an optimizer at its first step, so nothing is known before.
-        known = [one for one in scaler._stepped if id(one) not in scaler._seen] if scaler._scaler.has_losses else []
+        known = [one for one in scaler._stepped if id(one) not in scaler._seen] if scaler.scaler.has_losses else []
         if any(id(param) in graded for one in known for group in one.param_groups for param in group["params"]):
             warn_once(
                 "gradients are clipped while they are multiplied by the loss scale, which makes them far too small: "
@@ -379,30 +330,16 @@ def _report_clipping(given: list[Tensor], limit: float, measured: bool) -> list[
 
 def _checked(optimizers: LossScaledOptimizer | Iterable[LossScaledOptimizer]) -> Sequence[LossScaledOptimizer]:
     wrapped = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    where = "GradScaler(optimizers=)"
     for one in wrapped:
         if not isinstance(one, LossScaledOptimizer):
-            raise wrong_type(
-                one,
-                where="GradScaler(optimizers=)",
-                allowed="optimizers that polyamp.wrap_optimizer returned",
-                fix="GradScaler(optimizers=polyamp.wrap_optimizer(optimizer, policy))",
-                what="wrong type, expected LossScaledOptimizer",
-            )
+            what, allowed = "wrong type, expected LossScaledOptimizer", "what polyamp.wrap_optimizer returned"
+            fix = "GradScaler(optimizers=polyamp.wrap_optimizer(optimizer, policy))"
+            raise wrong_type(one, where=where, allowed=allowed, fix=fix, what=what)
         if one.scaler is not wrapped[0].scaler:
             fix = "wrap them together: polyamp.wrap_optimizer([first, second], policy)"
-            raise different_loss_scales(where="GradScaler(optimizers=)", fix=fix)
+            raise refusals.different_loss_scales(where=where, fix=fix)
     return wrapped
-
-
-def different_loss_scales(*, where: str, fix: str) -> UsageError:
-    """Return the error for optimizers of one loss that were wrapped one by one."""
-    return UsageError(
-        "the optimizers have different loss scales, and a loss is multiplied by only one",
-        where=where,
-        found="optimizers that were wrapped one by one",
-        allowed="optimizers that share a loss scale",
-        fix=fix,
-    )
 
 
 def unscale_once(optimizer: LossScaledOptimizer) -> None:

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.errors import InvalidTypeError, InvalidValueError, UsageError, is_number, unscaled_loss, wrong_type
+from polyamp.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    UsageError,
+    is_number,
+    shown,
+    unscaled_loss,
+    wrong_type,
+)
 from polyamp.settings import LossScaleState
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -189,6 +197,53 @@ def scaled_twice(inner: torch.optim.Optimizer, *, where: str = "GradScaler.step(
         allowed="one loss scale",
         fix="leave the scaler out: call the optimizer's own backward(loss) and step(); or give the plain optimizer to "
         "the scaler",
+    )
+
+
+# --- scalers, and the optimizers they drive ---------------------------------------------------------------------------
+
+
+def different_loss_scales(*, where: str, fix: str) -> UsageError:
+    """Return the error for optimizers of one loss that were wrapped one by one."""
+    return UsageError(
+        "the optimizers have different loss scales, and a loss is multiplied by only one",
+        where=where,
+        found="optimizers that were wrapped one by one",
+        allowed="optimizers that share a loss scale",
+        fix=fix,
+    )
+
+
+def of_another_scaler(found: object, *, where: str) -> UsageError:
+    """Return the error for an optimizer that a scaler of wrapped optimizers was not made with."""
+    return UsageError(
+        "this is not an optimizer of the scaler",
+        where=where,
+        found=shown(found),
+        allowed="a wrapped optimizer that the scaler was made with",
+        fix="pass what polyamp.wrap_optimizer returned; use the plain optimizer nowhere else",
+    )
+
+
+def closure_with_scaler() -> UsageError:
+    """Return the error for a closure that a scaler of plain optimizers would have to call."""
+    return UsageError(
+        "Closure use is not currently supported if GradScaler is enabled: its loss would not be scaled",
+        where="GradScaler.step(optimizer, closure)",
+        fix="wrap the optimizer instead: polyamp.wrap_optimizer(optimizer).step(closure), where the closure calls its "
+        "backward(loss)",
+    )
+
+
+def half_gradients(name: str) -> InvalidValueError:
+    """Return the error for float16 parameters of a plain optimizer, which has no masters."""
+    return InvalidValueError(
+        "Attempting to unscale FP16 gradients.",  # as torch's own scaler words it
+        where="GradScaler.unscale_(optimizer), which step(optimizer) calls",
+        found=f"{name} and its gradient of torch.float16",
+        allowed="float32 parameters, run in 16 bits by autocast",
+        fix="keep the model in float32, without .half(); or wrap the optimizer, which then trains float32 master "
+        "weights: polyamp.wrap_optimizer(optimizer, policy)",
     )
 
 

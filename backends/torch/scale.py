@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ class LossScaler:
         self.settings = settings.in_float32()  # so that host and device use the same scales
         self.policy = policy
         self.state = self.settings.initial_state()
-        self.others: dict[Hashable, LossScaler] = {}  # of losses with an id
+        self.others: dict[Hashable, Self] = {}  # of losses with an id
         self.loss_was_finite: bool | Tensor | None = None  # of all losses since the last step; None without any
         self._before = self.state  # the state before the votes
         self._votes: dict[int, bool | Tensor] = {}  # by optimizer: whether its gradients of this loss were finite
@@ -70,7 +70,7 @@ class LossScaler:
         self.others = saved["others"]
         self.resume(self.settings.from_state_dict(saved["state"]._asdict()))
 
-    def of(self, loss_id: Hashable, process_group: Any = False) -> LossScaler:
+    def of(self, loss_id: Hashable, process_group: Any = False) -> Self:
         """Return the scaler of losses with an id; None is this one, and so is any id on one of several ranks."""
         if loss_id is None:
             return self
@@ -86,7 +86,7 @@ class LossScaler:
                 warn_once(_ONE_SCALE)
             return self
         if loss_id not in self.others:
-            self.others[loss_id] = LossScaler(self.settings, self.policy)
+            self.others[loss_id] = type(self)(self.settings, self.policy)
         return self.others[loss_id]
 
     @property
@@ -94,7 +94,7 @@ class LossScaler:
         """The format that forward passes compute in, as far as the policy tells."""
         return None if self.policy is None else self.policy.compute
 
-    def all(self) -> list[LossScaler]:
+    def all(self) -> list[Self]:
         """Return this scaler, and those of losses with an id."""
         return [self, *self.others.values()]
 

@@ -10,6 +10,7 @@ import torch
 from polyamp.backends.torch.devices import report_slow
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.refusals import named_tensors
+from polyamp.backends.torch.scale import LossScaler
 from polyamp.errors import no_loss_scale, warn_once
 from polyamp.libraries import apex_losses, report_lost, write_apex_losses
 from polyamp.policies import Policy
@@ -57,15 +58,13 @@ def _wrap(optimizer: Any, policy: Policy | None, loss_scale: LossScale, **option
 
 def scale_loss(loss: Any, holder: Any) -> Any:
     """Return the loss in float32 times the loss scale; see `LossScaledOptimizer.scale`."""
-    return _wrapped(holder, "scale_loss(holder)").scale(loss)
+    _scaler_of(holder, "scale_loss(holder)")
+    return holder.scale(loss)
 
 
 def loss_scale_of(holder: Any) -> tuple[LossScale, LossScaleState]:
     """Return the settings of a `LossScaledOptimizer` or a polyamp `GradScaler`, and its state on the host."""
-    if hasattr(holder, "settings_and_state"):  # a `GradScaler`
-        found: tuple[LossScale, LossScaleState] = holder.settings_and_state()
-        return found
-    scaler = _wrapped(holder, "loss_scale_of(holder)").scaler
+    scaler = _scaler_of(holder, "loss_scale_of(holder)")
     return scaler.settings, on_host(scaler.state)
 
 
@@ -85,11 +84,8 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
     """Return the same `LossScaledOptimizer` or polyamp `GradScaler`, with the saved state."""
     # An optimizer takes all losses of a state that Apex saved, in which number 0 is the loss without an id; a scaler
     # has one. Nothing is changed unless all states fit.
-    if hasattr(holder, "settings_and_state"):  # a `GradScaler`
-        holder.resume(holder.config.from_state_dict(saved))
-        return holder
-    scaler = _wrapped(holder, "load_loss_scale(holder)").scaler
-    losses = apex_losses(saved)
+    scaler = _scaler_of(holder, "load_loss_scale(holder)")
+    losses = apex_losses(saved) if isinstance(holder, LossScaledOptimizer) else {}
     if len(losses) < 2:
         scaler.resume(scaler.settings.from_state_dict(saved))
         return holder
@@ -102,9 +98,9 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
     return holder
 
 
-def _wrapped(holder: Any, where: str) -> LossScaledOptimizer:
-    if not isinstance(holder, LossScaledOptimizer):
-        raise no_loss_scale(
-            holder, where=where, allowed="the result of polyamp.wrap_optimizer, or polyamp's GradScaler"
-        )
-    return holder
+def _scaler_of(holder: Any, where: str) -> LossScaler:
+    scaler = getattr(holder, "scaler", None)
+    if not isinstance(scaler, LossScaler):
+        allowed = "the result of polyamp.wrap_optimizer, or polyamp's GradScaler"
+        raise no_loss_scale(holder, where=where, allowed=allowed)
+    return scaler

@@ -285,6 +285,15 @@ def test_its_state_is_that_of_the_optimizer_and_torchs_loads() -> None:
     assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (2.0, 0.5, 2000)
 
 
+@pytest.mark.parametrize("drives_wrapped", [True, False])
+def test_the_verbs_take_it_as_they_take_an_optimizer(drives_wrapped: bool) -> None:
+    opt = LossScaledOptimizer(sgd(layer().parameters()), SCALE) if drives_wrapped else None
+    scaler = GradScaler("cpu", loss_scale=SCALE, optimizers=opt)
+    assert polyamp.scale_loss(torch.ones(()), scaler).item() == SCALE.init
+    assert polyamp.load_loss_scale(scaler, {"scale": 64.0}) is scaler
+    assert polyamp.save_loss_scale(scaler)["scale"] == 64.0
+
+
 def test_optimizers_that_share_a_scale_are_driven_together() -> None:
     models = [layer(low=True), layer()]
     both = polyamp.wrap_optimizer([sgd(model.parameters()) for model in models], "mixed_float16")

@@ -1,8 +1,6 @@
-"""The interface between the core and a framework.
+"""The way from an object to its framework's adapter, and from a verb to the function that does it.
 
-An adapter is one object, registered in the entry-point group ``polyamp.backends``. It must have the first verbs of
-`Adapter`, and offers each of the others by having an attribute of that name. Any class with these methods is an
-adapter. The adapters of polyamp are tables of verbs instead::
+`polyamp.interface` has what an adapter is. Those of polyamp are tables of verbs::
 
     adapter = AdapterTable(
         "torch",
@@ -21,11 +19,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from polyamp.errors import (
     InvalidTypeError,
@@ -43,163 +41,17 @@ from polyamp.trees import named_in, walk
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from polyamp.diagnosis.lint import Holder
-    from polyamp.diagnosis.profile import Profiler
-    from polyamp.diagnosis.recording import Recording
-    from polyamp.plan import Plan
-    from polyamp.policies import Policy
-    from polyamp.settings import LossScale, LossScaleState
 
+class AnyAdapter(Protocol):
+    """What the search for an adapter knows of each; `polyamp.interface.Adapter` has the types of its verbs."""
 
-# --- what an adapter is -----------------------------------------------------------------------------------------------
-
-Tree = TypeVar("Tree")
-
-
-class Adapter(Protocol):
-    """Everything that a framework's adapter has: first what it must have, then what it may offer."""
-
-    name: str  # the framework's name, as in ``backend="torch"``
-    # the framework's operation names, each with its canonical name in `polyamp.operations`
-    operations: Mapping[str, str]
+    name: str
 
     def owns(self, obj: object) -> bool:
         """Return whether ``obj`` belongs to this framework although the module of its type does not show it."""
 
-    def describe(self) -> dict[str, Any]:
-        """Return what ``polyamp doctor`` prints, as JSON: ``version``, ``devices`` (name, fast formats), ``notes``.
-
-        ``settings``, by name, are what decides how precise float32 products are.
-        """
-
-    def cast(self, tree: Tree, format_name: str, /) -> Tree:
-        """Return ``tree`` with its floating-point arrays in ``format_name`` and everything else unchanged."""
-
-    def wrap_optimizer(
-        self,
-        optimizer: Any,
-        policy: Policy | None,
-        *,
-        loss_scale: LossScale,
-        max_grad_norm: float | None,
-        **options: Any,
-    ) -> Any:
-        """Return an optimizer of the same kind that unscales, checks, clips, updates or skips, then advances the scale.
-
-        The result knows its ``policy``; None if nobody chose one.
-
-        Options are keyword-only parameters: `polyamp.wrap_optimizer` refuses any other option.
-
-        Raises:
-            InvalidTypeError: ``optimizer`` is not an optimizer of this framework.
-            UsageError: it is wrapped already.
-        """
-
-    def scale_loss(self, loss: Tree, holder: Any) -> Tree:
-        """Return ``loss`` in float32 times the loss scale of ``holder`` (a wrapped optimizer, or its state)."""
-
-    def loss_scale_of(self, holder: Any) -> tuple[LossScale, LossScaleState]:
-        """Return the settings of ``holder`` and its state as Python numbers. Waits if the state is on a device.
-
-        Raises:
-            PolyampError: ``holder`` has no loss scale, or several.
-        """
-
-    def load_loss_scale(self, holder: Tree, saved: Any) -> Tree:
-        """Return ``holder`` with the saved state: the same object if it is mutable, else a new one."""
-
-    # The verbs below are optional. Options are keyword-only parameters, as in `wrap_optimizer`; others are refused
-    # before the call.
-
-    # For a framework that has devices of its own, which `polyamp doctor --test` tests.
-    def trial(self, operation: str, arrays: tuple[Any, ...], format_name: str, device: str) -> tuple[Any, Any]:
-        """Run an operation of `polyamp.selftest` on NumPy arrays, in one format on one device.
-
-        Return its result as a NumPy array, and a function that runs it as often as told and then waits.
-        ``device`` is the first word of a device's name in `describe`.
-        """
-
-    # For a framework that trains in several processes.
-    def least_over_ranks(self, numbers: Sequence[float], /) -> list[float]:
-        """Return the least of each number over all ranks, each of which calls this; alone, a rank gets its own."""
-
-    # For a framework with ambient autocast: operations are cast while a context is active.
-    def autocast_context(self, policy: Policy) -> AbstractContextManager[Any]:
-        """Return a new context in which operations run under ``policy``, on every device."""
-
-    # For a framework whose compiler traces Python code. While it does, it must be able to trace the first verbs too.
-    def is_tracing(self) -> bool:
-        """Return whether the compiler is tracing the caller now."""
-
-    # For a framework that transforms functions instead of running them in a context.
-    def autocast_function(self, fn: Callable[..., Any], policy: Policy | None, **options: Any) -> Callable[..., Any]:
-        """Return ``fn`` with its operations run under ``policy`` (None: the current policy at the call)."""
-
-    # For a framework whose functions or models can be traced and decided operation by operation.
-    def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any) -> Any:
-        """Return a replacement for ``fn`` with a ``plan``. The arguments are examples and may be missing."""
-
-    # For a framework that can plan a function without running it.
-    def explain(
-        self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any
-    ) -> Plan:
-        """Return the plan of ``fn`` for these arguments. A framework with ambient autocast has an option ``engine``."""
-
-    # For a framework whose models store their precision.
-    def convert(self, model: Tree, policy: Policy) -> Tree:
-        """Return ``model`` itself, with its parameters or layers set to ``policy``."""
-
-    # For a framework that differentiates functions.
-    def value_and_grad(
-        self, fun: Callable[..., Any], policy: Policy | None, has_aux: bool, *, argnums: int | Sequence[int] = 0
-    ) -> Callable[..., Any]:
-        """Return a function of ``(opt_state, params, *args)`` that returns the unscaled loss and scaled gradients."""
-
-    # For a framework that writes more than `LossScale.to_state_dict` does: several losses.
-    def save_loss_scale(self, holder: Any, *, like: str | None = None) -> dict[str, Any]:
-        """Return the loss-scale state of ``holder`` in the form of `LossScale.to_state_dict`."""
-
-    # For a framework whose optimizer states are values: each step returns a new one.
-    def holds_loss_scale(self, tree: Any) -> bool:
-        """Return whether the state of a wrapped optimizer is in the tree."""
-
-    # For a framework that shards parameters by module, and gathers them in a format of its own.
-    def fsdp_policy(self, policy: Policy, *, reduce: str, output: str, cast_forward_inputs: bool) -> Any:
-        """Return the framework's object for `Policy.to_fsdp`. ``reduce`` and ``output`` are names of formats."""
-
-    # For a framework whose steps can be recorded, tensor by tensor.
-    def record(
-        self,
-        step: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        policy: Policy,
-        *,
-        widened: bool,
-        scale: float | None = None,
-    ) -> Recording:
-        """Run ``step`` once, forward and backward, and record it. Nothing is changed.
-
-        A step that returns a loss is differentiated; a training step is recorded up to its update. ``widened`` computes
-        the policy's 16-bit work in float32, so that nothing overflows or is lost. ``scale`` multiplies the loss; None
-        keeps the step's own.
-        """
-
-    # For a framework that has a profiler.
-    def profiler(self, step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy | None) -> Profiler:
-        """Run ``step`` once or twice, and return how it is profiled. What it changes stays changed.
-
-        ``policy`` None runs it as it is.
-        """
-
-    # For a framework whose steps `polyamp.lint` judges by their plan.
-    def holder(
-        self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any
-    ) -> Holder:
-        """Return what is known about an optimizer, and about the parameters of a step, a loss function or a model.
-
-        It runs no step and changes nothing.
-        """
+    def __getattr__(self, verb: str) -> Callable[..., Any]:
+        """Return a verb."""
 
 
 class AdapterTable:
@@ -267,7 +119,7 @@ GROUP = "polyamp.backends"
 
 # Plain dicts: functools.cache breaks torch.compile(fullgraph=True).
 _entries: dict[str, EntryPoint] = {}
-_adapters: dict[str, Adapter] = {}
+_adapters: dict[str, AnyAdapter] = {}
 
 
 def entries() -> dict[str, EntryPoint]:
@@ -300,7 +152,7 @@ def names() -> list[str]:
     return sorted({_backend_of(entry) for entry in entries().values()})
 
 
-def adapter_named(name: str) -> Adapter:
+def adapter_named(name: str) -> AnyAdapter:
     """Load an adapter by its framework's name or one of its import roots."""
     return _load(entry_named(name))
 
@@ -325,17 +177,17 @@ def check_backend(name: object) -> None:
         entry_named(name)
 
 
-def adapter_of(obj: object) -> Adapter | None:
+def adapter_of(obj: object) -> AnyAdapter | None:
     """Return the adapter of ``obj``: by the import roots of its type's bases, else by asking the loaded adapters."""
     return _by_root(obj) or _by_asking(obj)
 
 
-def adapter_within(*objects: object) -> Adapter | None:
+def adapter_within(*objects: object) -> AnyAdapter | None:
     """Return the adapter of the first object in or under ``objects`` that has one; None for plain values only."""
     return next(iter(adapters_within(*objects)), None)
 
 
-def adapters_within(*objects: object) -> list[Adapter]:
+def adapters_within(*objects: object) -> list[AnyAdapter]:
     """Return the adapters of all objects in or under ``objects``: by the types' modules, else by asking adapters."""
     leaves = list(walk(objects))
     if found := _found(leaves):
@@ -347,7 +199,7 @@ def adapters_within(*objects: object) -> list[Adapter]:
     return []
 
 
-def adapter_named_in(name: str, fn: object) -> Adapter | None:
+def adapter_named_in(name: str, fn: object) -> AnyAdapter | None:
     """Return the adapter with the verb ``name`` whose framework a function's code uses; None if there are several."""
     roots = {root for obj in named_in(fn) for root in _roots_of(obj)}
     adapters = {_load(entries()[root]) for root in roots & entries().keys()}
@@ -366,7 +218,7 @@ def _roots_of(obj: object) -> Iterator[str]:
     yield from _roots(type(obj))
 
 
-def _found(leaves: list[object], *ways: Callable[[object], Adapter | None]) -> list[Adapter]:
+def _found(leaves: list[object], *ways: Callable[[object], AnyAdapter | None]) -> list[AnyAdapter]:
     """Return the adapters of these objects, from the first way that finds any."""
     for find in ways or (_by_root, _by_asking):
         found = {adapter.name: adapter for adapter in map(find, leaves) if adapter is not None}
@@ -375,21 +227,21 @@ def _found(leaves: list[object], *ways: Callable[[object], Adapter | None]) -> l
     return []
 
 
-def _by_root(obj: object) -> Adapter | None:
+def _by_root(obj: object) -> AnyAdapter | None:
     return next((_load(entries()[root]) for root in _roots(type(obj)) if root in entries()), None)
 
 
-def _by_asking(obj: object) -> Adapter | None:
+def _by_asking(obj: object) -> AnyAdapter | None:
     return next((adapter for adapter in loaded() if adapter.owns(obj)), None)
 
 
-def loaded() -> list[Adapter]:
+def loaded() -> list[AnyAdapter]:
     """Return the adapters of the frameworks that this process has imported."""
     present = {entry.value: entry for root, entry in entries().items() if sys.modules.get(root) is not None}
     return [_adapters.get(value) or _load(entry) for value, entry in present.items()]
 
 
-def tracing() -> Adapter | None:
+def tracing() -> AnyAdapter | None:
     """Return the adapter whose compiler is tracing the calling code: it could not follow a search for adapters."""
     _load_first()
     for adapter in _adapters.values():
@@ -419,7 +271,7 @@ def no_adapter(obj: object, *, where: str) -> InvalidTypeError:
     )
 
 
-def _load(entry: EntryPoint) -> Adapter:
+def _load(entry: EntryPoint) -> AnyAdapter:
     if entry.value not in _adapters:
         backend = _backend_of(entry)
         try:
@@ -445,7 +297,7 @@ def _roots(kind: type) -> Iterator[str]:
 # --- the way from a verb to an adapter --------------------------------------------------------------------------------
 
 
-def verb_of(adapter: Adapter, verb: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def verb_of(adapter: AnyAdapter, verb: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
     """Return an optional verb of an adapter; refuse an adapter that does not have it, or not with these options."""
     if not hasattr(adapter, verb):
         others = sorted({other.name for other in loaded() if hasattr(other, verb)})
@@ -476,7 +328,7 @@ def check_options(
         raise unknown_options(unknown, known, where=where, fix=rest, elsewhere=elsewhere)
 
 
-def adapter_for(backend: str | None, obj: Any, *, where: str) -> Adapter:
+def adapter_for(backend: str | None, obj: Any, *, where: str) -> AnyAdapter:
     """Return the named adapter, or else the adapter of the first object in or under ``obj`` that has one."""
     found = adapter_within(obj) if backend is None else adapter_named(backend)
     if found is None:

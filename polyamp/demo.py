@@ -14,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from polyamp import adapters
-from polyamp.adapters import Adapter
+from polyamp.adapters import AnyAdapter
 from polyamp.doctor import why_broken
 from polyamp.errors import missing
 from polyamp.policies import policy
@@ -48,9 +48,9 @@ class Run:
     first_step_seconds: float  # until the first step was done: it loads the data, traces and compiles
 
 
-def examples(names: Iterable[str] | None = None) -> tuple[dict[Adapter, Any], list[str]]:
+def examples(names: Iterable[str] | None = None) -> tuple[dict[AnyAdapter, Any], list[str]]:
     """Return each installed adapter's example, and an install hint for each framework that is not installed."""
-    found: dict[Adapter, Any] = {}
+    found: dict[AnyAdapter, Any] = {}
     absent = []
     for name in adapters.names() if names is None else names:
         adapters.entry_named(name)  # an unknown name is not an absent framework
@@ -69,7 +69,7 @@ def examples(names: Iterable[str] | None = None) -> tuple[dict[Adapter, Any], li
 
 
 def runs(
-    chosen: Mapping[Adapter, Any], steps: int, announce: Callable[[str], None], on_step: Callable[[], None]
+    chosen: Mapping[AnyAdapter, Any], steps: int, announce: Callable[[str], None], on_step: Callable[[], None]
 ) -> Iterator[Run]:
     """Train under every policy in every framework, float32 first. Yield each run when it ends."""
     for adapter, example in chosen.items():
@@ -135,7 +135,7 @@ def table(done: Iterable[Run]) -> Table:
     return shown
 
 
-def report(adapters: Iterable[Adapter], done: list[Run]) -> dict[str, Any]:
+def report(adapters: Iterable[AnyAdapter], done: list[Run]) -> dict[str, Any]:
     """Return all runs as JSON values, with the machine and the frameworks they ran on."""
     machine = {
         "processor": platform.processor() or platform.machine(),

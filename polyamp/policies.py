@@ -435,7 +435,8 @@ def _cast(tree: Tree, format_name: str) -> Tree:
     from polyamp import adapters
 
     if tracing := adapters.tracing():
-        return tracing.cast(tree, format_name)
+        cast: Tree = tracing.cast(tree, format_name)
+        return cast
     hidden = getattr(tree, "__dict__", {}).values()  # for an object that is not a container, its attributes
     try:
         for adapter in adapters.adapters_within(tree) or adapters.adapters_within(*hidden):

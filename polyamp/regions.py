@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
 from polyamp import adapters
-from polyamp.adapters import Adapter, verb_of
+from polyamp.adapters import AnyAdapter, verb_of
 from polyamp.errors import InvalidTypeError, UnsupportedError, brief
 from polyamp.formats import name_of_dtype
 from polyamp.policies import Policy, as_policy, enter, leave
@@ -173,17 +173,17 @@ def autocast_function(
     return autocasted
 
 
-def _autocasting(adapters: list[Adapter]) -> Adapter | None:
+def _autocasting(adapters: list[AnyAdapter]) -> AnyAdapter | None:
     """Return the first adapter with autocast of either kind; else the first adapter, for its error message."""
     kinds = ("autocast_function", "autocast_context")
     able = [one for one in adapters if any(hasattr(one, kind) for kind in kinds)]
     return next(iter(able or adapters), None)
 
 
-_ambient_of: list[Adapter] = []  # the loaded adapter with ambient autocast, once there is one
+_ambient_of: list[AnyAdapter] = []  # the loaded adapter with ambient autocast, once there is one
 
 
-def _ambient(backend: str | None) -> Adapter:
+def _ambient(backend: str | None) -> AnyAdapter:
     """Return the adapter whose autocast is entered: the named one, or else the loaded one that has it."""
     if backend is None and _ambient_of:
         return _ambient_of[0]

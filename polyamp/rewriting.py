@@ -8,7 +8,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 from polyamp import adapters
-from polyamp.adapters import Adapter, find_verb, verb_of
+from polyamp.adapters import AnyAdapter, find_verb, verb_of
 from polyamp.errors import check_arguments, check_callable, not_traced, refuses_unreadable
 from polyamp.plan import Plan
 from polyamp.policies import Policy
@@ -187,7 +187,7 @@ def explain(
     return plan
 
 
-def _check_rewritable(fn: object, adapter: Adapter | None, *, where: str) -> None:
+def _check_rewritable(fn: object, adapter: AnyAdapter | None, *, where: str) -> None:
     if not hasattr(adapter, "rewrite") or hasattr(fn, "dtype"):  # an array is not a graph
         allowed = "a function, a model or a framework's graph"
         check_callable(fn, where=where, allowed=allowed, fix="pass the function itself, then its arguments")

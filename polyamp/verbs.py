@@ -218,8 +218,8 @@ def scale_loss(loss: Object, holder: Any) -> Object:
         loss: a floating-point scalar.
         holder: a wrapped optimizer, or in JAX the optimizer state that contains its ``loss_scale``.
     """
-    adapter = adapter_for(None, holder, where="scale_loss(holder)")
-    return adapter.scale_loss(loss, holder)
+    scaled: Object = adapter_for(None, holder, where="scale_loss(holder)").scale_loss(loss, holder)
+    return scaled
 
 
 @refuses_unreadable
@@ -247,7 +247,9 @@ def save_loss_scale(holder: Any, *, like: str | None = None) -> dict[str, Any]:
     if like is not None:
         library(like, where="save_loss_scale(like=)")
     if hasattr(adapter, "save_loss_scale"):
-        return adapter.save_loss_scale(holder, like=like)
+        saved: dict[str, Any] = adapter.save_loss_scale(holder, like=like)
+        return saved
+    settings: LossScale
     settings, state = adapter.loss_scale_of(holder)
     return settings.to_state_dict(state, like=like)
 
@@ -262,7 +264,8 @@ def load_loss_scale(holder: Object, saved: Any) -> Object:
     Raises:
         StateError: the state is of another kind, has missing fields, or is outside the settings; nothing is changed.
     """
-    return adapter_for(None, holder, where="load_loss_scale(holder)").load_loss_scale(holder, saved)
+    loaded: Object = adapter_for(None, holder, where="load_loss_scale(holder)").load_loss_scale(holder, saved)
+    return loaded
 
 
 @refuses_unreadable

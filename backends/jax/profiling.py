@@ -34,7 +34,7 @@ from polyamp.policies import Policy
 def profiler(
     step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy | None
 ) -> Profiler:
-    """Run a step, and return how to profile it; see `polyamp.adapters.Adapter.profiler`."""
+    """Run a step, and return how to profile it; see `polyamp.interface.Adapter.profiler`."""
     is_own = policy is None or has_own_policy(step, args, dict(kwargs))
     call = step if is_own else jax.jit(autocast(step, policy))
     is_cpu = jax.default_backend() == "cpu"

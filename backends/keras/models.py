@@ -188,7 +188,7 @@ def _by_layer(operation: PlannedOperation) -> PlannedOperation:
 
 
 def holder(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Holder:
-    """Return what lint judges beside a plan; see `polyamp.adapters.Adapter.holder`."""
+    """Return what lint judges beside a plan; see `polyamp.interface.Adapter.holder`."""
     if not isinstance(target, keras.Model):
         found: Holder = framework().holder(target, args, kwargs, policy, optimizer)
         return found if optimizer is None else found._replace(kind=_kind_of(optimizer))

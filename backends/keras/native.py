@@ -13,7 +13,7 @@ from typing import Any
 import keras
 from keras import ops
 
-from polyamp.adapters import Adapter, adapter_named
+from polyamp.adapters import AnyAdapter, adapter_named
 from polyamp.backends.keras.unstable import in_stateless_scope, jax_trace, marked
 from polyamp.errors import InvalidTypeError, UnsupportedError
 from polyamp.settings import LossScale
@@ -35,7 +35,7 @@ else:
     import torch
 
 
-def framework() -> Adapter:
+def framework() -> AnyAdapter:
     """Return the adapter of the framework."""
     return adapter_named(BACKEND)
 

@@ -24,7 +24,7 @@ from polyamp.policies import Policy
 def profiler(
     step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy | None
 ) -> Profiler:
-    """Run a step, and return how it is profiled; see `polyamp.adapters.Adapter.profiler`."""
+    """Run a step, and return how it is profiled; see `polyamp.interface.Adapter.profiler`."""
     call = step if policy is None else rewrite(step, args, dict(kwargs), policy)
     call(*args, **kwargs)
 

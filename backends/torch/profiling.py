@@ -32,7 +32,7 @@ _FILE, _MODULE, _UPDATE, _COMPILED = "torch.pt.trace.json", "module: ", "Optimiz
 def profiler(
     step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy | None
 ) -> Profiler:
-    """Run a step, and return how it is profiled; see `polyamp.adapters.Adapter.profiler`."""
+    """Run a step, and return how it is profiled; see `polyamp.interface.Adapter.profiler`."""
 
     def call(*own: Any, **named: Any) -> Any:
         with nullcontext() if policy is None else autocast(policy):

@@ -6,7 +6,8 @@ They import no report, so that a report can import them. matplotlib is needed on
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from polyamp.diagnosis.recording import ACTIVATION, Recording
 from polyamp.diagnosis.spread import LOWEST, Spread
@@ -15,9 +16,6 @@ from polyamp.report import figure_for, save_figure, share
 
 if TYPE_CHECKING:
     from os import PathLike
-
-    from polyamp.diagnosis.profile import Kind, Profile
-
 FAINTEST = 1e-4
 """Share of a tensor's elements that has the palest colour of the heat map."""
 
@@ -74,7 +72,7 @@ def _shares(spread: Spread, low: int, high: int) -> list[float]:
     return [share or math.nan for share in shares]
 
 
-_COLOURS: dict[Kind, str] = {
+_COLOURS = {
     "16-bit products": "#1f77b4",
     "other compute": "#17becf",
     "casts": "#d62728",
@@ -84,22 +82,29 @@ _COLOURS: dict[Kind, str] = {
 }
 
 
-def draw_profile(path: str | PathLike[str], profile: Profile) -> None:
+class Bar(NamedTuple):
+    """A part of a step."""
+
+    name: str
+    kind: str  # of work, which decides its colour
+    share: float
+
+
+def draw_profile(path: str | PathLike[str], title: str, kinds: Sequence[Bar], places: Sequence[Bar]) -> None:
     """Draw the share of a step that each kind of work takes, and below it that of each place, into an image file."""
-    works = profile.work[:_PLACES]
-    figure = figure_for(path, (10, 2.2 + 0.25 * len(works)))
+    places = places[:_PLACES]
+    figure = figure_for(path, (10, 2.2 + 0.25 * len(places)))
     axis = figure.subplots()
     start = 0.0
-    for kind, part in profile.shares.items():
-        label = f"{share(part)} {profile.host if kind == 'host' else kind}"
-        axis.barh(0, part, left=start, color=_COLOURS[kind], label=label)
-        start += part
-    axis.barh(range(1, len(works) + 1), [one.share for one in works], color=[_COLOURS[one.kind] for one in works])
-    names = [_short(f"{one.place} {one.format}") for one in works]
-    axis.set_yticks(range(len(works) + 1), ["the step", *names], fontsize=7)
-    axis.set(xlim=(0, 1), ylim=(len(works) + 0.5, -0.5), xlabel="share of the step")
+    for one in kinds:
+        axis.barh(0, one.share, left=start, color=_COLOURS[one.kind], label=f"{share(one.share)} {one.name}")
+        start += one.share
+    rows, colours = range(1, len(places) + 1), [_COLOURS[one.kind] for one in places]
+    axis.barh(rows, [one.share for one in places], color=colours)
+    axis.set_yticks([0, *rows], ["the step", *(_short(one.name) for one in places)], fontsize=7)
+    axis.set(xlim=(0, 1), ylim=(len(places) + 0.5, -0.5), xlabel="share of the step")
     axis.legend(fontsize=8)
-    figure.suptitle(profile.heading().partition("\n")[0], fontsize=11)
+    figure.suptitle(title, fontsize=11)
     save_figure(figure, path)
 
 

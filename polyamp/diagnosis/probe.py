@@ -353,7 +353,7 @@ def record(
     widened: bool,
     scale: float | None,
 ) -> Recording:
-    """Record one step with its framework's adapter; see `polyamp.adapters.Adapter.record`."""
+    """Record one step with its framework's adapter; see `polyamp.interface.Adapter.record`."""
     check_callable(
         step,
         where="the step",

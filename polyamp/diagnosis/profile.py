@@ -157,19 +157,21 @@ class Profile(Report):
     @refuses_unreadable
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the shares of a step, by kind and by place, into an image file."""
-        from polyamp.diagnosis.pictures import draw_profile
+        from polyamp.diagnosis.pictures import Bar, draw_profile
 
-        draw_profile(path, self)
+        kinds = [Bar(self._named(kind), kind, part) for kind, part in self.shares.items()]
+        places = [Bar(f"{one.place} {one.format}", one.kind, one.share) for one in self.work]
+        draw_profile(path, self.heading().partition("\n")[0], kinds, places)
 
-    @property
-    def host(self) -> str:
-        """Return what the time without operations is."""
-        return "between operations" if self.device == "cpu" else "waiting for the host"
+    def _named(self, kind: Kind) -> str:
+        """Return a kind of work in words: what the time without operations is depends on the device."""
+        host = "between operations" if self.device == "cpu" else "waiting for the host"
+        return host if kind == "host" else kind
 
     def heading(self) -> str:
         """Return how long a step takes, where the profiler's file is, and the share of each kind of work."""
         kinds = [
-            (share(part), f"{1000 * part * self.seconds:.2f} ms", self.host if kind == "host" else kind)
+            (share(part), f"{1000 * part * self.seconds:.2f} ms", self._named(kind))
             for kind, part in self.shares.items()
         ]
         return (

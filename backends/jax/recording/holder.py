@@ -28,7 +28,7 @@ from polyamp.policies import Policy
 
 
 def holder(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Holder:
-    """Return what lint judges beside a plan; see `polyamp.adapters.Adapter.holder`."""
+    """Return what lint judges beside a plan; see `polyamp.interface.Adapter.holder`."""
     step, held = getattr(optimizer, "step", None), (_state_of(optimizer, args), args, dict(kwargs))
     own, states = step if isinstance(step, Step) else None, states_in(held)
     is_scaled = any(map(_is_native_scaler, jax.tree.leaves(held, is_leaf=_is_native_scaler)))

@@ -35,7 +35,7 @@ def record(
     widened: bool,
     scale: float | None = None,
 ) -> Recording:
-    """Record every tensor of one step; see `polyamp.adapters.Adapter.record`."""
+    """Record every tensor of one step; see `polyamp.interface.Adapter.record`."""
     # The step is traced and evaluated once more, inside one ``jax.jit``; only samples are kept. A program that equals
     # one of the last eight is not compiled again.
     traced, arrays, constants = _traced_step(step, args, kwargs, policy)

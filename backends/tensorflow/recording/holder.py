@@ -15,7 +15,7 @@ from polyamp.policies import Policy
 
 
 def holder(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Holder:
-    """Return what lint judges beside a plan; see `polyamp.adapters.Adapter.holder`."""
+    """Return what lint judges beside a plan; see `polyamp.interface.Adapter.holder`."""
     variables = list(getattr(target, "trainable_variables", ()))
     if takes(target, args, kwargs):
         with walking(target, args, kwargs):

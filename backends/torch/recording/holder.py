@@ -15,7 +15,7 @@ from polyamp.policies import Policy
 
 
 def holder(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Holder:
-    """Return what lint judges beside a plan; see `polyamp.adapters.Adapter.holder`."""
+    """Return what lint judges beside a plan; see `polyamp.interface.Adapter.holder`."""
     reach = Reach(optimizer, target, args, dict(kwargs))
     wrapped = reach.all_of(LossScaledOptimizer)
     is_scaled = any(scaler.is_enabled() for scaler in reach.all_of(torch.amp.GradScaler))

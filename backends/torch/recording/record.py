@@ -42,7 +42,7 @@ def record(
     widened: bool,
     scale: float | None = None,
 ) -> Recording:
-    """Run one step and record every tensor that it computes; see `polyamp.adapters.Adapter.record`."""
+    """Run one step and record every tensor that it computes; see `polyamp.interface.Adapter.record`."""
     run = Run(step, args, kwargs, policy, widened)
     _check_sharding(run.reach.all_of(nn.Module), widened)
     recorder = Recorder(policy, run.tracker, widened, run.changes)

@@ -22,6 +22,7 @@ from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.skipping import AppliedSteps, select
 
 if TYPE_CHECKING:
+    from polyamp.backends.torch.fused import why_not_fused
     from polyamp.backends.torch.grad_scaler import GradScaler
     from polyamp.backends.torch.graphs.rewrite import explain, rewrite
 
@@ -36,6 +37,7 @@ __all__ = [
     "explain",
     "rewrite",
     "select",
+    "why_not_fused",
 ]
 
 
@@ -44,6 +46,7 @@ _LATER = {
     "GradScaler": "grad_scaler",
     "explain": "graphs.rewrite",
     "rewrite": "graphs.rewrite",
+    "why_not_fused": "fused",
 }
 
 

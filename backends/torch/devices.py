@@ -13,12 +13,15 @@ from polyamp.formats import fast_on_gpu, report_slow_format, why_not_fast
 
 def describe() -> dict[str, Any]:
     """Return version, devices with the formats that are fast there, the compiled extension, and notes."""
+    from polyamp.backends.torch.fused import why_not_on  # other programs do not load the operators
+
     *gpus, cpu = devices()
     notes = [] if gpus else ["no CUDA device: no Tensor Cores"]
     notes += [why_not_fast(gpu["name"], gpu["capability"]) for gpu in gpus if not gpu["fast"]]
     compiled = extension.status()
-    if compiled.library is None:
-        notes.append("polyamp's operators run in emulation here: plain PyTorch operations, with the same results")
+    why_not_fused = why_not_on(torch.device("cuda" if gpus else "cpu"), builds=False)
+    if why_not_fused is not None:
+        notes.append(why_not_fused)
     return {
         "version": torch.__version__,
         "devices": [*gpus, cpu],

@@ -16,6 +16,8 @@ kernels; elsewhere they are the PyTorch code in ``kernels/operators.py``.
 
 - `FusedStep.step` is the step above, for `SGD`, `Adam` and `AdamW`;
 - `FusedStep.unscale_and_clip` serves every other optimizer, which then makes its own update.
+
+`why_not_fused` has the reasons for the second.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.extension import available
+from polyamp.backends.torch.extension import available, status
 from polyamp.backends.torch.gradients import Gradients
 from polyamp.backends.torch.kernels.arguments import Settings, rules_of, update_rule_of
 from polyamp.backends.torch.kernels.control import applied_flag, check_first_use, scale_on
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
     from polyamp.backends.torch.provenance import Scaling
 
+_WITH_OPERATORS = "Adam, AdamW and SGD have one, unless a subclass or another library changes their step"
 _REAL = frozenset({*SIXTEEN_BIT, torch.float32})
 
 
@@ -57,6 +60,35 @@ class Scratch:
         self.workspace = torch.zeros(WORKSPACE, dtype=torch.float64, device=device)
 
 
+def why_not_fused(optimizer: LossScaledOptimizer) -> str | None:
+    """Return why an optimizer's last step was not made by polyamp's operators, as a sentence; None if it was.
+
+    >>> from polyamp import wrap_optimizer
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> opt = wrap_optimizer(torch.optim.NAdam([weight]), "mixed_float16", fused_step=True)
+    >>> opt.backward(weight.sum())
+    >>> opt.step()
+    >>> why_not_fused(opt)
+    'NAdam has no operator: Adam, AdamW and SGD have one, unless a subclass or another library changes their step.'
+    """
+    if optimizer.fused_step is False:
+        return "fused_step=False was given."
+    first = next(optimizer.model_parameters(), None)
+    if first is None:
+        return "It has no parameters."
+    if optimizer.fused_step is None and (why := why_not_on(first.device)) is not None:
+        return why
+    return "It has made no step yet." if optimizer._fused is None else optimizer._fused.why_not
+
+
+def why_not_on(device: torch.device, *, always: bool = False, builds: bool = True) -> str | None:
+    """Return why steps on a device are not made by polyamp's operators; None if they are, wherever they can."""
+    if not (always or device.type == "cuda"):
+        return "The step is fused on GPUs; under fused_step=True everywhere, in plain operations if not compiled."
+    is_compiled = available(device) if builds else status().library is not None  # loads the extension in any case
+    return None if is_compiled or always else "The operators of the fused step are not compiled: see polyamp doctor."
+
+
 class FusedStep:
     """Polyamp's operators for one optimizer: whole steps for Adam, AdamW and SGD, unscaling and clipping for others."""
 
@@ -66,13 +98,11 @@ class FusedStep:
         self._calls = Calls()
         self._scratch: dict[torch.device, Scratch] = {}
         self._counts_on_device = False
+        self.why_not: str | None = "It has made no step yet."
 
     def is_for(self, device: torch.device) -> bool:
         """Return whether the operators are used for parameters on a device."""
-        if not (self._always or device.type == "cuda"):
-            return False
-        compiled = available(device)  # called in any case, because it loads the extension
-        return compiled or self._always
+        return why_not_on(device, always=self._always) is None
 
     @torch.no_grad()
     def step(self, optimizer: LossScaledOptimizer, scaling: Scaling) -> bool:
@@ -81,7 +111,8 @@ class FusedStep:
         scaler, known = scaling.scaler, scaling.scaler.loss_was_finite
         checks, max_norm = scaler.settings.check, optimizer.max_grad_norm
         batches = self._batches(optimizer, checks=checks)
-        if batches is None:
+        self.why_not = batches if isinstance(batches, str) else None
+        if isinstance(batches, str):
             self._count_on_host()
             return False
         self._counts_on_device = True
@@ -168,24 +199,29 @@ class FusedStep:
                     state["step"] = state["step"].cpu()
         self._counts_on_device = False
 
-    def _batches(self, optimizer: LossScaledOptimizer, *, checks: bool) -> list[Batch] | None:
-        """Return the calls that step all parameters; None if gradients have to be unscaled first, or are."""
+    def _batches(self, optimizer: LossScaledOptimizer, *, checks: bool) -> list[Batch] | str:
+        """Return the calls that step all parameters; or why gradients have to be unscaled first, or are."""
         masters, clips = optimizer.masters, optimizer.max_grad_norm is not None
-        if optimizer.has_tested_gradients or not (checks or masters is not None):
-            return None  # without a test and masters the optimizer's own kernel is as fast
+        if optimizer.has_tested_gradients:
+            return "The gradients were unscaled or tested before the step."
+        if not (checks or masters is not None):
+            return "Without a loss scale and master weights the optimizer's own kernel is as fast."
         if optimizer.checks and not checks:
-            return None  # gradients of a loss that another optimizer scaled, and does not test
+            return "The gradients are of a loss that another optimizer scaled, and does not test."
         if clips and optimizer.norm_group is not None:
-            return None  # other ranks may take another way, and all have to sum the norm alike
+            return "The gradients are clipped by a norm over norm_group=, which all ranks have to sum alike."
         rule = update_rule_of(self._inner)
-        if rule is None or has_step_pre_hooks(self._inner):
-            return None  # hooks must see unscaled gradients
-        models = NO_MASTERS if masters is None else masters.models
-        batches = self._calls.of(self._inner, rule, models, self.is_for)
-        if batches is None or len({batch.device for batch in batches}) > 1:  # statistics would have to be combined
-            return None
+        if rule is None:
+            return f"{type(self._inner).__name__} has no operator: {_WITH_OPERATORS}."
+        if has_step_pre_hooks(self._inner):
+            return "Hooks before the step must see unscaled gradients."
+        batches = self._calls.of(self._inner, rule, NO_MASTERS if masters is None else masters.models, self.is_for)
+        if batches is None:
+            return "The operators do not support an option, a parameter or a gradient: see the page on PyTorch."
+        if len({batch.device for batch in batches}) > 1:
+            return "The parameters are on several devices, whose norms and flags would have to be combined."
         if clips and (len(self._calls.layouts) > 1 or self._has_flattened_shards()):
-            return None  # of shards in several layouts PyTorch computes the norm
+            return "The gradients are clipped, and PyTorch computes the norm of shards in several layouts."
         self._check(batches)
         return batches
 

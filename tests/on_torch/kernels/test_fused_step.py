@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
+from polyamp.backends.torch import why_not_fused
 from support.torch_kinds import Net
 from support.torch_steps import (
     COVERED,
@@ -252,3 +253,32 @@ def test_a_bad_gradient_of_a_kind_that_falls_back_skips_all_of_the_step(device: 
         way.opt.step()
         same([param.detach() for param in model.parameters()], before)
         assert not way.opt.last_step
+
+
+def test_the_step_says_why_it_is_not_fused() -> None:
+    def made(name: str = "adamw", choice: bool | None = True, **options: Any) -> Way:
+        model = network()
+        make = (COVERED | FALLBACKS)[name]
+        return Way(model, wrapped(make(model.parameters()), choice, **options))
+
+    assert why_not_fused(made(choice=False).opt) == "fused_step=False was given."
+    assert "on GPUs" in (why_not_fused(made(choice=None).opt) or "")
+    assert why_not_fused(made().opt) == "It has made no step yet."
+    reasons = [
+        (made(), None),
+        (made("rmsprop"), "RMSprop has no operator"),
+        (made("amsgrad"), "do not support an option"),
+    ]
+    for way, reason in reasons:
+        train(way, range(1), overflows={})
+        found = why_not_fused(way.opt)
+        assert (found is None) if reason is None else (found is not None and reason in found)
+    way = made()
+    way.opt.register_step_pre_hook(lambda *_: None)
+    train(way, range(1), overflows={})
+    assert why_not_fused(way.opt) == "Hooks before the step must see unscaled gradients."
+    way = made()
+    way.opt.backward(loss_of(way.model))
+    way.opt.unscale_()
+    way.opt.step()
+    assert "before the step" in (why_not_fused(way.opt) or "")

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 from polyamp.agreement import report_disagreement
 from polyamp.errors import no_loss
 from polyamp.policies import Policy
-from polyamp.scale import advance, can_divide, report_limits, report_nonfinite_loss
+from polyamp.scale import advance, can_divide
 from polyamp.settings import LossScale, LossScaleState
+from polyamp.skips import report_limits, report_nonfinite_loss
 from polyamp.unscaled import ScaledLosses
 
 

@@ -14,18 +14,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from polyamp.errors import (
-    InvalidTypeError,
-    LossScaleError,
-    NonFiniteLossError,
-    UsageError,
-    check_arguments,
-    warn_once,
-    wrong_type,
-)
+from polyamp.errors import InvalidTypeError, UsageError, check_arguments, wrong_type
 from polyamp.formats import in_single
 from polyamp.libraries import LARGEST_COUNT
 from polyamp.settings import TYPES, LossScale, LossScaleState
+from polyamp.skips import reason_of
 
 
 def _choose(condition: Any, if_true: Any, if_false: Any) -> Any:
@@ -128,9 +121,6 @@ def on_host(state: LossScaleState) -> LossScaleState:
 
 # --- the result of a step ---------------------------------------------------------------------------------------------
 
-NONFINITE_LOSS = "the loss was not finite before scaling: a smaller scale cannot help"
-"""The reason for a step that was skipped because its loss was inf or NaN; used by `StepResult.reason`."""
-
 
 class StepResult:
     """A step's result: whether it was applied, and the loss scale after it. It is true if the step was applied.
@@ -200,10 +190,7 @@ class StepResult:
             return ""
         if not self.was_skipped:
             return "no step was made yet"
-        more = self._explain() if self._explain else ""
-        if more.startswith(NONFINITE_LOSS):
-            return more
-        return f"gradients were not finite: {more}" if more else "gradients were not finite"
+        return reason_of(self._explain() if self._explain else "")
 
     @property
     def was_skipped(self) -> bool:
@@ -234,80 +221,3 @@ def _look(value: Any, convert: Callable[[Any], Any]) -> Any:
         return convert(value)
     except (TypeError, ValueError):  # a traced value has no number yet, and an ensemble of states has several
         return value
-
-
-# --- reports ----------------------------------------------------------------------------------------------------------
-
-
-def non_finite_loss(
-    found: object, *, where: str = "scaling the loss", compute: str | None = None
-) -> NonFiniteLossError:
-    """Return the error for a loss that was inf or NaN before scaling."""
-    return NonFiniteLossError(
-        NONFINITE_LOSS,
-        where=where,
-        found=found,
-        allowed="a finite loss",
-        fix=f"{look_for_nonfinite(compute)}; parameters and optimizer state were not changed",
-    )
-
-
-def look_for_nonfinite(compute: str | None) -> str:
-    """Describe where a non-finite loss may come from: float16 overflow, or a cause that float32 has too."""
-    elsewhere = "look for inf or NaN in the data and the parameters"
-    if compute == "float16":
-        return (
-            f"float16 may have overflowed in the forward pass: polyamp.diagnose names the operation; else {elsewhere}"
-        )
-    if compute is None:
-        return f"{elsewhere}; under float16 the forward pass may have overflowed: polyamp.diagnose names the operation"
-    return f"{compute} has the range of float32, so {elsewhere}" if compute == "bfloat16" else elsewhere
-
-
-def report_nonfinite_loss(
-    config: LossScale,
-    *,
-    compute: str | None = None,
-    where: str = "scaling the loss",
-    found: object = "inf or NaN",
-) -> None:
-    """Warn once, or raise, if a loss was inf or NaN before scaling. Its step is skipped like any overflow."""
-    if config.nonfinite_loss == "raise":
-        raise non_finite_loss(found, where=where, compute=compute)
-    warn_once(f"{NONFINITE_LOSS}. The step is skipped. What to do: {look_for_nonfinite(compute)}.")
-
-
-def report_limits(config: LossScale, state: LossScaleState, explain: Callable[[], str] | None = None) -> None:
-    """Warn or raise if a state on the host shows that lowering the scale can no longer help."""
-    # Adapters call this whenever the state is on the host anyway, so it never causes a sync.
-    skips = state.skipped_in_a_row
-    if config.max_skips is not None and skips >= config.max_skips:
-        raise LossScaleError(
-            f"{skips} steps in a row were skipped because gradients were not finite",
-            where=f"loss scale {state.scale:g}",
-            found=explain and explain(),
-            allowed=f"fewer than max_skips = {config.max_skips}",
-            fix=_FIX,
-        )
-    if config.on_min == "ignore" or not config.dynamic or skips == 0 or state.scale > config.min:
-        return
-    if state.hysteresis >= 0:  # this overflow was tolerated, or only moved the scale to its minimum
-        return
-    if config.on_min == "raise":
-        raise LossScaleError(
-            "gradients overflow although the loss scale is at its minimum",
-            where=f"after {skips} skipped steps in a row",
-            found=f"loss scale {state.scale:g}" + (f"; {explain()}" if explain else ""),
-            allowed=f"more than min = {config.min:g}",
-            fix=_FIX,
-        )
-    warn_once(
-        f"the loss scale is at its minimum, {config.min:g}, and gradients still overflow: steps are being skipped. "
-        "Look for inf or NaN in the forward pass, or set a smaller LossScale(min=...)."
-    )
-
-
-_FIX = (
-    "look for inf or NaN in the forward pass, where a smaller scale cannot help; where the loss was finite, look "
-    "at the backward pass, run what overflows in float32 (a rule), or allow a smaller LossScale(min=...)"
-)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from polyamp.errors import InvalidTypeError, UsageError, kind_of, warn_once
-from polyamp.scale import NONFINITE_LOSS
+from polyamp.skips import NONFINITE_LOSS
 
 
 def gradients_in(grads: Any, where: str) -> list[Any]:

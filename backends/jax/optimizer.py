@@ -22,8 +22,9 @@ from polyamp.backends.jax.gradients import apply_updates
 from polyamp.backends.jax.state import LossScaleOptState, check_single, holds_state, initial_scalars, only_a_part
 from polyamp.errors import StateError, UsageError, wrapped_already, wrong_type
 from polyamp.policies import Policy
-from polyamp.scale import advance, can_divide, on_host, report_limits
+from polyamp.scale import advance, can_divide, on_host
 from polyamp.settings import LossScale
+from polyamp.skips import report_limits
 
 
 def wrap_optimizer(

@@ -18,8 +18,9 @@ import numpy as np
 from polyamp.backends.jax.casting import check_tree, is_array
 from polyamp.errors import UsageError, is_number, wrong_type
 from polyamp.policies import Policy
-from polyamp.scale import StepResult, report_limits
+from polyamp.scale import StepResult
 from polyamp.settings import TYPES, LossScale, LossScaleState
+from polyamp.skips import report_limits
 
 SCALARS = len(LossScaleState._fields)
 _DTYPES = {float: np.float32, int: np.int32}

@@ -17,8 +17,8 @@ from polyamp.backends.jax.state import LossScaleOptState, check_single, find_sta
 from polyamp.errors import InvalidValueError, no_loss, wrong_type
 from polyamp.policies import Policy, current_policy
 from polyamp.policies import policy as make_policy
-from polyamp.scale import report_nonfinite_loss
 from polyamp.settings import LossScale
+from polyamp.skips import report_nonfinite_loss
 from polyamp.without_effect import chosen_policy
 
 

@@ -33,7 +33,7 @@ from polyamp.backends.keras.unstable import added_weights
 from polyamp.errors import LossScaleError, NonFiniteLossError, warn_once
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.scale import report_nonfinite_loss
+from polyamp.skips import report_nonfinite_loss
 
 _PLAIN = "_polyamp_plain"  # the attribute of a guarded step that is the step without its guard
 

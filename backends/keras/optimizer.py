@@ -41,8 +41,9 @@ from polyamp.errors import (
 )
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.scale import StepResult, report_limits
+from polyamp.scale import StepResult
 from polyamp.settings import LossScale, LossScaleState
+from polyamp.skips import report_limits
 from polyamp.unscaled import gradients_in, pairs_in
 
 
@@ -271,7 +272,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         traced values.
 
         Raises:
-            LossScaleError: from `polyamp.scale.report_limits`.
+            LossScaleError: from `polyamp.skips.report_limits`.
         """
         applied = None if self.scaler.settings.check else True  # unchecked steps are not counted
         if platform_of(self.scaler.stored.dynamic_scale) is None:

@@ -27,8 +27,9 @@ from polyamp.backends.tensorflow.unstable import is_recording, leave_unconverted
 from polyamp.errors import InvalidTypeError, UsageError, check_master_weights, kind_of, norm_limit
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.scale import StepResult, report_limits
+from polyamp.scale import StepResult
 from polyamp.settings import LossScale, LossScaleState
+from polyamp.skips import report_limits
 from polyamp.unscaled import gradients_in, pairs_in
 
 SCALE = "dynamic_scale"
@@ -175,7 +176,7 @@ class LossScaler(ArrayScaler, tf.Module):
 
         Raises:
             InvalidTypeError: ``optimizer`` is not an optimizer, or ``grads_and_vars`` are not such pairs.
-            LossScaleError: from `polyamp.scale.report_limits`, in eager code on the CPU.
+            LossScaleError: from `polyamp.skips.report_limits`, in eager code on the CPU.
             UsageError: the optimizer scales losses itself.
         """
         _check_optimizer(optimizer)
@@ -212,7 +213,7 @@ class LossScaler(ArrayScaler, tf.Module):
         a compiled step cannot do. In a graph its properties are tensors.
 
         Raises:
-            LossScaleError: from `polyamp.scale.report_limits`.
+            LossScaleError: from `polyamp.skips.report_limits`.
         """
         if not tf.executing_eagerly():
             return StepResult(self.tensors(), self._applied)

@@ -23,7 +23,7 @@ from torch import Tensor
 from polyamp.backends.torch.gradients import Gradients, dense, local
 from polyamp.backends.torch.modules import names_of
 from polyamp.backends.torch.ranks import RankSet
-from polyamp.scale import NONFINITE_LOSS
+from polyamp.skips import FINITE_LOSS, NONFINITE_LOSS
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.masters import MasterWeights
@@ -75,7 +75,7 @@ def describe(bad: Sequence[Overflow], loss_was_finite: bool | None = None, overf
     found = ": ".join(filter(None, ["" if overflowed is None else str(overflowed), _shown(bad)]))
     if loss_was_finite is False:
         return "; ".join(filter(None, [NONFINITE_LOSS, found]))
-    verdict = "the loss was finite: the backward pass overflowed at this loss scale" if loss_was_finite else ""
+    verdict = FINITE_LOSS if loss_was_finite else ""
     return "; ".join(filter(None, [found or "they have been changed since", verdict]))
 
 

@@ -39,8 +39,9 @@ from polyamp.backends.torch.refusals import refused_elsewhere, unlike_scales
 from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, warn_once, wrong_type
 from polyamp.formats import in_single
 from polyamp.policies import Policy
-from polyamp.scale import advance, non_finite_loss, on_host, report_limits, report_nonfinite_loss
+from polyamp.scale import advance, on_host
 from polyamp.settings import LossScale, LossScaleState
+from polyamp.skips import non_finite_loss, report_limits, report_nonfinite_loss
 from polyamp.trees import check_tree
 
 

@@ -18,10 +18,10 @@ from polyamp.errors import (
     check_count,
     refuses_unreadable,
     unknown_options,
-    warn_once,
 )
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
+from polyamp.skips import report_verdict
 
 Step = TypeVar("Step", bound=Callable[..., Any])
 
@@ -126,13 +126,10 @@ class Explainer:
         self._explained = began
         try:
             verdict = self._diagnose(*args, **kwargs)
-        except PolyampError as error:  # the step itself may be fine, and training should go on
-            warn_once(f"steps are being skipped, and the reason cannot be found: {error}")
-            return
-        if self._on_verdict is None:
-            warn_once(f"steps are being skipped in a row; this is why:\n{verdict}")
+        except PolyampError as error:
+            report_verdict(error)
         else:
-            self._on_verdict(verdict)
+            (self._on_verdict or report_verdict)(verdict)
 
 
 def _look(holder: Any) -> Health:

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LinearLR
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import LossScaledOptimizer
-from polyamp.scale import NONFINITE_LOSS
+from polyamp.skips import NONFINITE_LOSS
 from support.harness_torch import FUSED, OPTIMIZERS, ThirdParty, contents, linear, loss_of, skipping_on_device
 
 

@@ -11,7 +11,7 @@ import torch
 import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
-from polyamp.scale import NONFINITE_LOSS
+from polyamp.skips import NONFINITE_LOSS
 from support.harness_torch import skipping_on_device
 
 

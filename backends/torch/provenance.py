@@ -15,14 +15,14 @@ to the scale of what is there, by a power of two in the usual case, which is exa
     opt.unscale_()          gradients multiplied by 1
     opt.backward(other)     a pass marked with 1024: what arrives is multiplied by 1/1024, and added
 
-The hook on parameters is on all of them at first, and after a step on one of each group that got a gradient.
+The hook is on every parameter: an unscaled loss may reach any one of them.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -325,8 +325,8 @@ class Witness:
     def __init__(self, owner: LossScaledOptimizer) -> None:
         self._owner = weakref.ref(owner)
         self._handles: dict[int, Any] = {}  # of the hooks, by the parameters' ids
-        self._is_wide, self._stays_wide = True, False  # whether all parameters have the hook, and will keep it
         self._stepped_at = PASSES.seen
+        self._hook = _hook(weakref.ref(self))
         _WITNESSES.add(self)
         _NEW.add(self)
         weakref.finalize(self, _remove, self._handles).atexit = False
@@ -346,23 +346,20 @@ class Witness:
         # Why no factor is right: a pass of an "unscaled" loss, of losses of "mixed" scales, or onto what a step "left".
         self._faults: set[str] = set()
         self._by_hand: list[ByHand] = []  # what passes returned instead of adding it
-        self._continues = False  # whether a loss was differentiated down to representations, and others go on from them
+        self._starts_from_one: bool | None = None  # whether passes that go on from representations are those of losses
         self._partly_scaled: list[Gradient] = []  # that a pass added to partly without a scale
         self._pass_onto_old = -1  # autograd's number of the pass that began while they were those of the last step
         self._latest_gradient: Gradient | None = None
-        self._task = -1
+        self.task = -1
         self._opened_at = PASSES.count
-        if self._is_wide:
-            self.watch(self._parameters())
+        self.watch(self._parameters())
 
     def close(self, scaling: Scaling) -> None:
         """Note that a step used the gradients, and left them multiplied by the factor of a scaling."""
         model_scaling, owner = self.model_scaling, self._owner()
         latest = None if self._latest_gradient is None else self._latest_gradient.param()
-        if owner is not None and (self._is_wide or (latest is not None and len(gradient_hooks(latest)) > 1)):
-            report_hooks(self._parameters() if latest is None or self._is_wide else [latest], owner.scaler)
-        if self._is_wide and not self._stays_wide and self._latest_gradient is not None:
-            self._narrow()
+        if owner is not None and (self in _NEW or (latest is not None and len(gradient_hooks(latest)) > 1)):
+            report_hooks(self._parameters() if latest is None or self in _NEW else [latest], owner.scaler)
         self.open()
         self._stepped_at = PASSES.seen
         _NEW.discard(self)
@@ -475,7 +472,6 @@ class Witness:
 
     def _unobserved(self, own: LossScaler) -> Scaling:
         """Return the scaling of gradients that were set by hand, or that the hooks missed."""
-        self._is_wide = True
         found = self._unobserved_scalings()
         found = [one for one in found if one.scaler is own] or found
         if not found:
@@ -637,13 +633,11 @@ class Witness:
         elif self._latest_gradient is not None:
             self._faults = set()
 
-    @not_traced
-    def note(self, param: Tensor) -> None:
-        """Note the pass that has just added to a parameter's gradient."""
-        task = running_task()
-        if param.grad is None or (task == self._task and task != -1):
+    def note(self, param: Tensor, task: int) -> None:
+        """Note the pass that has just added to a parameter's gradient, at its first parameter."""
+        if param.grad is None:
             return
-        self._task = task
+        self.task = task
         if self._latest_gradient is None or not self._latest_gradient.has_grown(by=param):
             # Somebody cleared the gradients, or wrote to them.
             self._faults = set()
@@ -668,17 +662,11 @@ class Witness:
 
     def end_of(self, ended: Pass) -> None:
         """Look at the gradients after a pass."""
-        if self._task == ended.task:
+        if self.task == ended.task:
             self.accept_writes()
             return
         for one in self._by_hand if ended.call.accumulates else ():
             one.accept()
-        is_observed = self._is_wide or self.scaling is not None or not ended.call.accumulates
-        scaling = None if is_observed else ended.scaling
-        if scaling is not None and self._first_with_gradient() is not None:  # it reached none that have a hook
-            self._is_wide = True  # from the next window on
-            self.contributors = []
-            self._note_scaled_loss(scaling)
 
     def accept_unscaling(self) -> None:
         """Go on from unscaled gradients, with all that was added to them by hand."""
@@ -713,16 +701,30 @@ class Witness:
             self.scaling = None
             if any(one.has_grown(by=param) or (own and one.is_there()) for one in self.from_last_step):
                 self._faults.add("left")
-        is_first = self.scaling is None and "unscaled" not in self._faults
-        if own and (is_first or (self._continues and self.scaling is not None and self.scaling.is_like(own[-1]))):
-            # The optimizer's own loss reached no parameters: gradients are cached at a model's representations.
-            self.scaling, self._continues = own[-1], True
-            self._is_wide = self._stays_wide = True  # from the next window on
+        if own and self._continues(own[-1]):
+            self.scaling = own[-1]
             self._note_scaled_loss(own[-1])
             return
         model = self.model_scaling if self.model_scaling is not None else self.scaling
         if own or not (self.is_unscaled and model is not None and model.factor == 1.0):
             self._faults.add("unscaled")
+
+    def _continues(self, own: Scaling) -> bool:
+        """Return whether a pass goes on from representations, down to which the optimizer's own loss was differentiated.
+
+        Nothing shows it, so all passes of a window have to start in the same way: from gradients of representations,
+        or from losses that hold these.
+        """
+        is_first = self.scaling is None and "unscaled" not in self._faults
+        call = running_backward()
+        starts_from_one = call is not None and all(
+            grad is None or (grad.numel() == 1 and bool(grad == 1)) for grad in call.gradients
+        )
+        if is_first:
+            self._starts_from_one = starts_from_one
+            return True
+        is_alike = self.scaling is not None and self.scaling.is_like(own)
+        return is_alike and self._starts_from_one is starts_from_one
 
     def _first_with_gradient(self) -> Tensor | None:
         owner = self._owner()
@@ -744,19 +746,9 @@ class Witness:
 
     def watch(self, params: Iterable[Tensor]) -> None:
         """Observe what adds to the gradients of parameters."""
-        seen = partial(_note, weakref.ref(self))
         for param in params:
             if id(param) not in self._handles and param.requires_grad and param.is_leaf:
-                self._handles[id(param)] = param.register_post_accumulate_grad_hook(seen)  # type: ignore[no-untyped-call]
-
-    def _narrow(self) -> None:
-        """Keep one hook for the parameters of each group that got gradients: on the first one."""
-        owner = self._owner()
-        for group in () if owner is None else owner.parameter_groups():
-            reached = [param for param in group if param.grad is not None and id(param) in self._handles]
-            for param in reached[1:]:
-                self._handles.pop(id(param)).remove()
-        self._is_wide = False
+                self._handles[id(param)] = param.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
 
 
 _WITNESSES: weakref.WeakSet[Witness] = weakref.WeakSet()
@@ -771,10 +763,16 @@ def _are_filled(grads: list[Tensor]) -> bool | Tensor:
     return bool(norms) and torch.stack(norms).any()
 
 
-def _note(witness: weakref.ref[Witness], param: Tensor) -> None:
-    alive = witness()
-    if alive is not None:
-        alive.note(param)
+def _hook(witness: weakref.ref[Witness]) -> Callable[[Tensor], None]:
+    """Return the hook of parameters. It is short, since it runs for each of them in each pass."""
+
+    @not_traced
+    def seen(param: Tensor) -> None:
+        alive, task = witness(), running_task()
+        if alive is not None and (alive.task != task or task == -1):
+            alive.note(param, task)
+
+    return seen
 
 
 def _remove(handles: dict[int, Any]) -> None:

@@ -75,6 +75,7 @@ class BackwardCall(NamedTuple):
     """The call of a backward pass: what it starts from, its ``inputs=``, and whether it adds to ``grad``."""
 
     roots: Sequence[Any] = ()
+    gradients: Sequence[Tensor | None] = ()  # of the roots; that of a loss is 1
     inputs: Sequence[Any] = ()
     accumulates: bool = True
     create_graph: bool = False
@@ -92,8 +93,9 @@ def running_backward() -> BackwardCall | None:
     if frame is None:
         return None
     given = frame.f_locals
-    _, _, create_graph, inputs, *_ = given["args"]
-    return BackwardCall(given["t_outputs"], inputs, given["kwargs"].get("accumulate_grad", True), create_graph)
+    gradients, _, create_graph, inputs, *_ = given["args"]
+    accumulates = given["kwargs"].get("accumulate_grad", True)
+    return BackwardCall(given["t_outputs"], gradients, inputs, accumulates, create_graph)
 
 
 def gradient_hooks(param: Tensor) -> list[Any]:

@@ -46,7 +46,7 @@ from polyamp.settings import LossScale
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
-    from polyamp.backends.torch.provenance import Scaling
+    from polyamp.backends.torch.passes import Scaling
 
 _WITH_OPERATORS = "Adam, AdamW and SGD have one, unless a subclass or another library changes their step"
 _REAL = frozenset({*SIXTEEN_BIT, torch.float32})

@@ -18,11 +18,10 @@ from torch.autograd.graph import increment_version
 
 from polyamp.backends.torch import refusals
 from polyamp.backends.torch.gradients import Gradients
-from polyamp.backends.torch.guards import LISTENERS, update_begins
+from polyamp.backends.torch.guards import LISTENERS, report_hooks, update_begins
 from polyamp.backends.torch.modules import names_of
 from polyamp.backends.torch.optimizer import LossScaledOptimizer, update_or_skip
 from polyamp.backends.torch.overflow import explanation
-from polyamp.backends.torch.provenance import report_hooks
 from polyamp.backends.torch.ranks import RankSet, has_peers
 from polyamp.backends.torch.saving import FIX, bad_state
 from polyamp.backends.torch.scale import LossScaler
@@ -294,7 +293,7 @@ class GradScaler(torch.amp.GradScaler):
         for param in gradients.params:
             if param.grad is not None and param.grad.dtype == torch.float16:
                 raise refusals.half_gradients(names_of(optimizer.param_groups)[param])
-        if optimizer not in self._stepped:
+        if scaler.multiplies and optimizer not in self._stepped:
             report_hooks(gradients.parameters, scaler, clip="after scaler.unscale_(optimizer)")
         bad, overflowed = gradients.unscale(scaler.inverse(scaler.state.scale)), None
         increment_version([param.grad for param in gradients.params if param.grad is not None])  # the kernel does not

@@ -1,13 +1,15 @@
 """Unscales, tests and clips an optimizer's gradients with few calls, for all devices, dtypes and layouts.
 
+`Gradient` recognises a gradient later: a tensor counts what is written to it in place, so no value has to be read.
 `WindowFlags` keeps what the tests found until the step: whose gradients were not finite, here and on other ranks.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from polyamp.backends.torch.ranks import Decision, RankSet, add_shards_, layout_
 from polyamp.backends.torch.unstable import have_flattened
 
 if TYPE_CHECKING:
+    from polyamp.backends.torch.passes import Scaling
     from polyamp.backends.torch.scale import LossScaler
 
 REAL = frozenset({*SIXTEEN_BIT, torch.float32, torch.float64})
@@ -153,6 +156,65 @@ class Gradients:
         return torch.cat([total, *(norm.to(total).view(1) for norm in norms)]).square().sum().view(1)
 
 
+class Gradient(NamedTuple):
+    """A gradient that can be recognised later, and does not stay alive for it."""
+
+    param: weakref.ref[Tensor]
+    grad: weakref.ref[Tensor]
+    version: int
+
+    @classmethod
+    def of(cls, param: Tensor) -> Gradient:
+        """Return the current gradient of a parameter that has one."""
+        grad: Any = param.grad
+        return cls(weakref.ref(param), weakref.ref(grad), grad._version)
+
+    def has_grown(self, *, by: Tensor) -> bool:
+        """Return whether nobody else wrote to it, now that a pass has just added to the gradient of a parameter."""
+        grad = self.grad()
+        if grad is None or not self.is_there():
+            return False
+        return grad._version == self.version + 1 or (grad._version == self.version and self.param() is not by)
+
+    def is_there(self) -> bool:
+        """Return whether the parameter still has this gradient, perhaps with other values."""
+        param = self.param()
+        return param is not None and param.grad is not None and param.grad is self.grad()
+
+    def is_untouched(self) -> bool:
+        """Return whether the parameter still has this gradient, and nobody wrote to it since."""
+        grad = self.grad()
+        return grad is not None and self.is_there() and grad._version == self.version
+
+    def is_filled(self) -> bool:
+        """Return whether the parameter still has this gradient, and it was not set to zeros since."""
+        grad = self.grad()
+        return grad is not None and self.is_there() and (grad._version == self.version or bool(are_filled([grad])))
+
+
+class ByHand:
+    """A parameter by which `torch.autograd.grad` differentiated a scaled loss: somebody may add the result by hand."""
+
+    def __init__(self, scaling: Scaling | None, param: Tensor, *, is_master: bool) -> None:
+        self.scaling, self.is_master, self.is_written = scaling, is_master, False
+        self._param = weakref.ref(param)
+        self.accept()
+
+    def accept(self) -> None:
+        """Take the gradient as it is now as nothing that was added by hand."""
+        param = self._param()
+        self._before = None if param is None or param.grad is None else Gradient.of(param)
+
+    def look(self) -> bool:
+        """Note whether somebody wrote to the gradient since, and return whether that is still there."""
+        param = self._param()
+        if param is None or param.grad is None:
+            self.is_written = False
+        elif self._before is None or not self._before.is_untouched():
+            self.is_written = bool(are_filled([param.grad]))
+        return self.is_written
+
+
 class WindowFlags:
     """What was not finite in the gradients of a window, by the losses that made them. A flag is 1.0 or 0.0."""
 
@@ -258,6 +320,14 @@ def _norms(bucket: Bucket) -> Sequence[Tensor]:
         return norms
     total: Any = torch.linalg.vector_norm(torch.stack(norms))
     return [total.full_tensor()]
+
+
+def are_filled(grads: list[Tensor]) -> bool | Tensor:
+    """Return whether a gradient has another value than 0, as far as its values can be looked at."""
+    if any(type(grad) is not Tensor or grad.layout != torch.strided or grad.is_meta for grad in grads):
+        return True
+    norms = [norm.to(grads[0].device) for norm in torch._foreach_norm(grads, math.inf)] if grads else []
+    return bool(norms) and torch.stack(norms).any()
 
 
 def local(tensor: Any) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,16 +17,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
-from polyamp.backends.torch import provenance, refusals
+from polyamp.backends.torch import refusals
 from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.unstable import ask_before_clipping, ask_before_joining, leave_clipping
-from polyamp.errors import UsageError
+from polyamp.backends.torch.gradients import Gradient
+from polyamp.backends.torch.passes import OBSERVERS, PASSES, Pass, parts_of
+from polyamp.backends.torch.provenance import NEW, WITNESSES
+from polyamp.backends.torch.unstable import (
+    ask_before_clipping,
+    ask_before_joining,
+    gradient_hooks,
+    leave_clipping,
+    not_traced,
+    running_task,
+)
+from polyamp.errors import UsageError, warn_once
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
-    from polyamp.backends.torch.provenance import Scaling
+    from polyamp.backends.torch.passes import Scaling
+    from polyamp.backends.torch.scale import LossScaler
 
 
 Closure = Callable[[], Any]
@@ -90,6 +102,51 @@ def _check_join(alive: Iterable[LossScaledOptimizer], joinables: Sequence[Any]) 
     check_join(joinables, alive)
 
 
+class Outside:
+    """Parameters of no wrapped optimizer that scaled losses reach, and which of their gradients are scaled."""
+
+    def __init__(self) -> None:
+        self._watched = WeakIdKeyDictionary()
+        self._scaled: dict[int, Gradient] = {}  # by the parameter's id
+        self._reached: list[Tensor] = []  # by the pass that runs
+
+    def prepare_for(self, begun: Pass, _: Set[int]) -> None:
+        """Observe what a pass reaches beside wrapped optimizers, as long as one of these has made no step."""
+        if NEW and begun.entry.scaling.scaler.multiplies:
+            own = {id(param) for witness in list(WITNESSES) for param in witness.parameters()}
+            leaves = parts_of(begun.call.roots, whole=True)[1]
+            self.watch(param for name, param in leaves.items() if name not in own)
+
+    def end_of(self, ended: Pass) -> None:
+        """Note the gradients that a pass has left; what was written to them before it ended is part of it."""
+        reached, self._reached = self._reached, []
+        for param in reached:
+            if param.grad is not None:
+                self._scaled[id(param)] = Gradient.of(param)
+
+    def watch(self, params: Iterable[Tensor]) -> None:
+        """Observe what adds to the gradients of parameters."""
+        for param in params:
+            if param not in self._watched:
+                self._watched[param] = param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+
+    def are_scaled(self, params: Iterable[Tensor]) -> bool:
+        """Return whether one of these gradients is still as the pass of a scaled loss has left it."""
+        found = (self._scaled.get(id(param)) for param in params) if self._scaled else ()
+        return any(one is not None and one.is_untouched() for one in found)
+
+    @not_traced
+    def _note(self, param: Tensor) -> None:
+        self._scaled.pop(id(param), None)
+        begun = PASSES.current()
+        if begun is not None and (begun.scaling is None or begun.scaling.scaler.multiplies):
+            self._reached.append(param)
+
+
+OUTSIDE = Outside()
+OBSERVERS.add(OUTSIDE)
+
+
 class StepGuard:
     """A hook before the step of every optimizer: only wrapped optimizers may use gradients that are scaled."""
 
@@ -114,7 +171,7 @@ class StepGuard:
                 return
             owner = one if one.inner is optimizer else owner
         name = f"{type(optimizer).__name__}.step()"
-        begun = provenance.PASSES.current()
+        begun = PASSES.current()
         if begun is not None and (begun.scaling is None or begun.scaling.scaler.multiplies):
             raise refusals.steps_in_backward(where=name)
         if owner is not None:
@@ -123,7 +180,7 @@ class StepGuard:
             return
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         own = {id(param) for one in wrapped if one.witness.latest_is_scaled for param in one.model_parameters()}
-        if provenance.OUTSIDE.are_scaled(params) or any(id(param) in own for param in params):
+        if OUTSIDE.are_scaled(params) or any(id(param) in own for param in params):
             raise refusals.not_wrapped(where=name)
 
 
@@ -176,6 +233,26 @@ def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptim
             fix="call opt.clip_grad_norm_(max_norm), or clip the parameters in opt.param_groups",
         )
     return [masters_of.get(id(param), param) for param in params] if masters_of else params
+
+
+def report_hooks(
+    params: Iterable[Tensor], scaler: LossScaler, *, clip: str = "by max_grad_norm=, or after opt.unscale_()"
+) -> None:
+    """Warn once if a parameter has a hook of the user's, which may clip or change scaled gradients."""
+    if running_task() != -1:  # in a pass a hook of the user's itself makes the step
+        return
+    if any(_is_users(hook) for param in params for hook in gradient_hooks(param)):
+        warn_once(
+            "a parameter has a hook (register_hook, register_post_accumulate_grad_hook), which sees gradients "
+            "multiplied by the loss scale: a hook that is not linear, such as one that clips or adds noise, is wrong "
+            f"there. Clip {clip}."
+        )
+
+
+def _is_users(hook: Any) -> bool:
+    """Return whether a hook is neither polyamp's own nor of PyTorch's for several ranks."""
+    module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return not module.startswith(("polyamp.", "torch.distributed.", "torch.nn.parallel.", "torch._"))
 
 
 def look_for_casts(optimizer: LossScaledOptimizer, losses: Iterable[Tensor]) -> None:

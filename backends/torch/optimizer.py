@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,6 @@ from torch import Tensor
 
 from polyamp.backends.torch import checkpoints, overflow, refusals, saving
 from polyamp.backends.torch.autocast.regions import HERE
-from polyamp.backends.torch.closures import step_with_closure
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.gradients import Gradients, WindowFlags
 from polyamp.backends.torch.guards import (
@@ -39,12 +39,14 @@ from polyamp.backends.torch.guards import (
     check_not_shared,
     guard,
     look_for_casts,
+    report_hooks,
     report_policy,
     update_begins,
 )
 from polyamp.backends.torch.masters import make_masters
 from polyamp.backends.torch.overflow import Overflow
-from polyamp.backends.torch.provenance import Scaling, Witness
+from polyamp.backends.torch.passes import Scaling
+from polyamp.backends.torch.provenance import Witness
 from polyamp.backends.torch.ranks import has_peers
 from polyamp.backends.torch.scale import LossScaler, losses_in
 from polyamp.backends.torch.sharding import check_groups
@@ -370,7 +372,12 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             raise refusals.scaled_twice(self.inner, where="torch.amp.GradScaler.step(optimizer)")
         if LISTENERS:
             update_begins(closure)
-        result = self.make_step(scaled) if closure is None else step_with_closure(self, closure, scaled)
+        if closure is None:
+            result = self.make_step(scaled)
+        else:
+            from polyamp.backends.torch.closures import step_with_closure  # other programs do not load it
+
+            result = step_with_closure(self, closure, scaled)
         if self.steps < STEPS or not self.scaler.multiplies:
             report_policy(self, ALIVE)
         return result
@@ -529,6 +536,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             torch.clear_autocast_cache()  # else an autocast region would go on using the old weights
         self.last_step = StepResult(scaler.state, finite, explain)
         self.findings = WindowFlags()
+        if self.scaler.multiplies:
+            report_hooks(self.witness.with_hooks(), self.scaler)
         self.witness.close(left or Scaling(scaler, 1.0))
 
     def _operators(self) -> FusedStep | None:
@@ -586,7 +595,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def parameter_groups(self) -> list[list[Tensor]]:
         """Return the model's own parameters by group, which get gradients from backward passes, without masters."""
-        groups = [group["params"] for group in self.inner.param_groups]
+        groups = list(map(itemgetter("params"), self.inner.param_groups))
         if self.masters is None:
             return groups
         models = self.masters.models

@@ -15,308 +15,32 @@ to the scale of what is there, by a power of two in the usual case, which is exa
     opt.unscale_()          gradients multiplied by 1
     opt.backward(other)     a pass marked with 1024: what arrives is multiplied by 1/1024, and added
 
-The hook is on every parameter: an unscaled loss may reach any one of them.
+The hook is on every parameter, since an unscaled loss may reach any one of them. `passes.py` has the passes.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
-from polyamp.backends.torch.kernels.control import both
+from polyamp.backends.torch.gradients import ByHand, Gradient, are_filled
+from polyamp.backends.torch.passes import OBSERVERS, PASSES, Entry, Pass, Scaling
 from polyamp.backends.torch.refusals import loss_not_scaled, mixed, mixed_by_hand, not_cleared
 from polyamp.backends.torch.unstable import (
-    BackwardCall,
     gradient_hooks,
-    is_transformed,
     not_traced,
     running_backward,
     running_task,
     until_backward_ends,
 )
-from polyamp.errors import warn_once
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
     from polyamp.backends.torch.scale import LossScaler
-
-
-class Scaling(NamedTuple):
-    """The multiplication of a loss: whose loss scale it was, and the factor."""
-
-    scaler: LossScaler
-    factor: float | Tensor
-    by: int | None = None  # the id of the optimizer whose method was called
-    finite: bool | Tensor = True  # whether the loss was, as far as this is known
-
-    def with_finite(self, other: Scaling) -> Scaling:
-        """Return the same for the losses of both."""
-        return self if other.finite is True else self._replace(finite=both(self.finite, other.finite))
-
-    def is_like(self, other: Scaling) -> bool:
-        """Return whether gradients of both can be added. Scales on a device must be the same tensor."""
-        one, two = self.factor, other.factor
-        if one is two:
-            return True
-        if isinstance(one, float) and isinstance(two, float):
-            return one == two
-        return not (self.scaler.multiplies or other.scaler.multiplies)  # both are 1
-
-
-_SCALED = "polyamp_scaling"
-
-
-def follow(scaled: Iterable[Tensor], scaling: Scaling) -> None:
-    """Mark the backward passes of scaled losses, as soon as they begin."""
-    if torch.compiler.is_compiling() or is_transformed():
-        PASSES.note_unmarked(scaling)
-        return
-    for tensor in scaled:
-        node: Any = tensor.grad_fn
-        if tensor.requires_grad and node is not None:
-            node.metadata[_SCALED] = scaling
-            tensor.register_hook(partial(_pass_begins, scaling))  # type: ignore[no-untyped-call]
-        else:
-            PASSES.note(scaling)  # no pass can start from it, so its gradients come in another way
-
-
-def is_scaled(loss: Tensor) -> bool:
-    """Return whether a loss is itself the result of scaling, as far as this is known."""
-    node: Any = loss.grad_fn if isinstance(loss, Tensor) else None
-    if torch.compiler.is_compiling() or node is None:
-        return False
-    scaling = node.metadata.get(_SCALED)
-    return scaling is not None and scaling.scaler.settings.check
-
-
-class Entry:
-    """A backward pass in the list of the latest ones."""
-
-    def __init__(self, number: int, scaling: Scaling) -> None:
-        self.number, self.scaling = number, scaling
-        self.has_arrived = False  # whether it reached a parameter that is observed
-
-
-class Pass:
-    """One backward pass of scaled losses. autograd holds this object until the pass ends, even if the pass fails."""
-
-    def __init__(self, task: int, scaling: Scaling | None, entry: Entry, call: BackwardCall) -> None:
-        self.task = task  # autograd's number
-        self.entry, self.call = entry, call
-        self.scaling = scaling  # None: losses of different scales, or also a loss that nobody scaled
-        self.handles: list[Any] = []  # of the hooks that bring what arrives to another scale
-
-    def __call__(self) -> None:
-        """Remove the hooks, and end after other callbacks, such as DDP's and FSDP's: they are part of the pass."""
-        if self.handles:
-            self.__del__()
-        until_backward_ends(self.end)
-
-    def end(self) -> None:
-        """Let all witnesses look at what the pass has left."""
-        for witness in list(_WITNESSES):
-            witness.end_of(self)
-
-    def __del__(self) -> None:
-        while self.handles:
-            self.handles.pop().remove()
-
-
-class Passes:
-    """The backward passes of scaled losses in this process: those that run, and the latest."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.seen = 0  # the number of all passes, also of losses that nobody scaled, that reached a wrapped optimizer
-        self.running: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()  # by autograd's task
-        self.latest: list[Entry] = []
-        self._unmarked: tuple[int, Scaling] | None = None
-
-    def note(self, scaling: Scaling) -> Entry:
-        """Count a pass that begins."""
-        self.count, self.seen = self.count + 1, self.seen + 1
-        self.latest = [*self.latest[-63:], Entry(self.count, scaling)]
-        return self.latest[-1]
-
-    def note_unmarked(self, scaling: Scaling) -> None:
-        """Note a loss whose pass cannot be marked: scaled in compiled code, or inside of a function transform."""
-        self.count, self.seen = self.count + 1, self.seen + 1
-        self._unmarked = (self.count, scaling)
-
-    def current(self) -> Pass | None:
-        """Return the pass that the caller is in; None outside of passes, and in that of a loss that nobody scaled."""
-        return self.arriving(is_observed=False)
-
-    def arriving(self, *, is_observed: bool = True) -> Pass | None:
-        """Note that the caller's pass reached a parameter, and return it; see `current`."""
-        # Passes inside another pass, as in reentrant checkpointing, have a task of their own.
-        found = self.running.get(running_task())
-        found = found if found is not None else next(iter(list(self.running.values())), None)
-        if not is_observed:
-            return found
-        self.seen += 1
-        if found is not None:
-            found.entry.has_arrived = True
-        return found
-
-    def since(self, count: int) -> list[Scaling]:
-        """Return the scalings of the latest passes since the count."""
-        found = [one.scaling for one in self.latest if one.number > count]
-        return found or [*filter(None, [self.unmarked_since(count)])]
-
-    def unmarked_since(self, count: int) -> Scaling | None:
-        """Return the latest scaling since the count whose pass could not be marked."""
-        return None if self._unmarked is None or self._unmarked[0] <= count else self._unmarked[1]
-
-
-PASSES = Passes()
-
-
-@not_traced
-def _pass_begins(scaling: Scaling, grad: Tensor) -> None:
-    found, task = running_backward(), running_task()
-    known = PASSES.running.get(task)
-    if known is not None:  # another loss of the same pass
-        if found is None and known.scaling is not None:
-            known.scaling = known.scaling.with_finite(scaling) if known.scaling.is_like(scaling) else None
-        return
-    call = BackwardCall() if found is None else found
-    is_one = len(call.roots) == 1 and is_scaled(call.roots[0])  # the usual pass, which starts from this loss alone
-    scalings, leaves = ((), {}) if is_one else parts_of(call.roots)
-    scaling = reduce(Scaling.with_finite, scalings, scaling)
-    entry = PASSES.note(scaling)
-    is_alike = not leaves and all(map(scaling.is_like, scalings))
-    begun = PASSES.running[task] = Pass(task, scaling if is_alike else None, entry, call)
-    until_backward_ends(begun)
-    reached = leaves.keys() & map(id, call.inputs) if call.inputs else leaves.keys()
-    if _NEW and scaling.scaler.multiplies:
-        own = {id(param) for witness in list(_WITNESSES) for param in witness._parameters()}
-        OUTSIDE.watch(param for name, param in parts_of(call.roots, whole=True)[1].items() if name not in own)
-    for witness in list(_WITNESSES):
-        witness.prepare_for(begun, reached)
-
-
-def parts_of(roots: Sequence[Any], *, whole: bool = False) -> tuple[list[Scaling], dict[int, Tensor]]:
-    """Return the scalings of the losses that a pass starts from, and the leaves that it reaches without one, by id.
-
-    If ``whole``, return all leaves, and no scalings.
-    """
-    waiting: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
-    seen, scalings, leaves = set[Any](), list[Scaling](), dict[int, Tensor]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if not whole and (scaling := node.metadata.get(_SCALED)) is not None:
-            scalings.append(scaling)
-        elif hasattr(node, "variable"):
-            leaves[id(node.variable)] = node.variable
-        else:
-            waiting += [child for child, _ in node.next_functions]
-    return scalings, leaves
-
-
-class Gradient(NamedTuple):
-    """A gradient that can be recognised later, and does not stay alive for it."""
-
-    param: weakref.ref[Tensor]
-    grad: weakref.ref[Tensor]
-    version: int
-
-    @classmethod
-    def of(cls, param: Tensor) -> Gradient:
-        """Return the current gradient of a parameter that has one."""
-        grad: Any = param.grad
-        return cls(weakref.ref(param), weakref.ref(grad), grad._version)
-
-    def has_grown(self, *, by: Tensor) -> bool:
-        """Return whether nobody else wrote to it, now that a pass has just added to the gradient of a parameter."""
-        grad = self.grad()
-        if grad is None or not self.is_there():
-            return False
-        return grad._version == self.version + 1 or (grad._version == self.version and self.param() is not by)
-
-    def is_there(self) -> bool:
-        """Return whether the parameter still has this gradient, perhaps with other values."""
-        param = self.param()
-        return param is not None and param.grad is not None and param.grad is self.grad()
-
-    def is_untouched(self) -> bool:
-        """Return whether the parameter still has this gradient, and nobody wrote to it since."""
-        grad = self.grad()
-        return grad is not None and self.is_there() and grad._version == self.version
-
-    def is_filled(self) -> bool:
-        """Return whether the parameter still has this gradient, and it was not set to zeros since."""
-        grad = self.grad()
-        return grad is not None and self.is_there() and (grad._version == self.version or bool(_are_filled([grad])))
-
-
-class ByHand:
-    """A parameter by which `torch.autograd.grad` differentiated a scaled loss: somebody may add the result by hand."""
-
-    def __init__(self, scaling: Scaling | None, param: Tensor, *, is_master: bool) -> None:
-        self.scaling, self.is_master, self.is_written = scaling, is_master, False
-        self._param = weakref.ref(param)
-        self.accept()
-
-    def accept(self) -> None:
-        """Take the gradient as it is now as nothing that was added by hand."""
-        param = self._param()
-        self._before = None if param is None or param.grad is None else Gradient.of(param)
-
-    def look(self) -> bool:
-        """Note whether somebody wrote to the gradient since, and return whether that is still there."""
-        param = self._param()
-        if param is None or param.grad is None:
-            self.is_written = False
-        elif self._before is None or not self._before.is_untouched():
-            self.is_written = bool(_are_filled([param.grad]))
-        return self.is_written
-
-
-class Outside:
-    """Parameters of no wrapped optimizer that scaled losses reach, and which of their gradients are scaled."""
-
-    def __init__(self) -> None:
-        self._watched = WeakIdKeyDictionary()
-        self._scaled: dict[int, Gradient] = {}  # by the parameter's id
-        self._reached: list[Tensor] = []  # by the pass that runs
-
-    def watch(self, params: Iterable[Tensor]) -> None:
-        """Observe what adds to the gradients of parameters."""
-        for param in params:
-            if param not in self._watched:
-                self._watched[param] = param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
-
-    def are_scaled(self, params: Iterable[Tensor]) -> bool:
-        """Return whether one of these gradients is still as the pass of a scaled loss has left it."""
-        found = (self._scaled.get(id(param)) for param in params) if self._scaled else ()
-        return any(one is not None and one.is_untouched() for one in found)
-
-    @not_traced
-    def _note(self, param: Tensor) -> None:
-        self._scaled.pop(id(param), None)
-        begun = PASSES.current()
-        if begun is not None and (begun.scaling is None or begun.scaling.scaler.multiplies):
-            if not self._reached:  # after other callbacks, as in `Pass`
-                until_backward_ends(partial(until_backward_ends, self._accept_writes))
-            self._reached.append(param)
-
-    def _accept_writes(self) -> None:
-        reached, self._reached = self._reached, []
-        self._scaled.update((id(param), Gradient.of(param)) for param in reached if param.grad is not None)
-
-
-OUTSIDE = Outside()
 
 
 class Witness:
@@ -327,8 +51,9 @@ class Witness:
         self._handles: dict[int, Any] = {}  # of the hooks, by the parameters' ids
         self._stepped_at = PASSES.seen
         self._hook = _hook(weakref.ref(self))
-        _WITNESSES.add(self)
-        _NEW.add(self)
+        WITNESSES.add(self)
+        OBSERVERS.add(self)
+        NEW.add(self)
         weakref.finalize(self, _remove, self._handles).atexit = False
         self.open()
         self._refuse_what_is_there()  # of passes before there was a hook
@@ -352,17 +77,16 @@ class Witness:
         self._latest_gradient: Gradient | None = None
         self.task = -1
         self._opened_at = PASSES.count
-        self.watch(self._parameters())
+        owner = self._owner()
+        for group in () if owner is None else owner.parameter_groups():
+            self.watch(group)
 
     def close(self, scaling: Scaling) -> None:
         """Note that a step used the gradients, and left them multiplied by the factor of a scaling."""
         model_scaling, owner = self.model_scaling, self._owner()
-        latest = None if self._latest_gradient is None else self._latest_gradient.param()
-        if owner is not None and (self in _NEW or (latest is not None and len(gradient_hooks(latest)) > 1)):
-            report_hooks(self._parameters() if latest is None or self in _NEW else [latest], owner.scaler)
         self.open()
         self._stepped_at = PASSES.seen
-        _NEW.discard(self)
+        NEW.discard(self)
         param = None if owner is None else owner.first_with_gradient()
         if param is not None:
             # masters leave the model's gradients multiplied as they were
@@ -371,8 +95,15 @@ class Witness:
             if owner is not None and masters is not None and masters.have_taken and not owner.checks:
                 # nothing is refused, so the next step may use them again, with all that masters changed
                 self.model_scaling, self.scaling, self.is_unscaled, self._has_more = self.scaling, scaling, True, True
-            if len(_WITNESSES) > 1:
+            if len(WITNESSES) > 1:
                 self._share()
+
+    def with_hooks(self) -> list[Tensor]:
+        """Return parameters that may have a user's hooks: at the first step all, later the latest if it has some."""
+        latest = None if self._latest_gradient is None else self._latest_gradient.param()
+        if latest is None or self in NEW:
+            return self.parameters()
+        return [latest] if len(gradient_hooks(latest)) > 1 else []
 
     def _share(self) -> None:
         """Note the gradients that other optimizers have too, and what they are multiplied by now."""
@@ -385,8 +116,8 @@ class Witness:
 
     def _shared(self) -> list[Tensor]:
         """Return the parameters that another optimizer has too."""
-        others = {id(param) for other in list(_WITNESSES) if other is not self for param in other._parameters()}
-        return [param for param in self._parameters() if id(param) in others]
+        others = {id(param) for other in list(WITNESSES) if other is not self for param in other.parameters()}
+        return [param for param in self.parameters() if id(param) in others]
 
     @property
     def is_consumed(self) -> bool:
@@ -397,7 +128,7 @@ class Witness:
     def are_scaled(self) -> bool:
         """Whether the gradients are multiplied by another factor than 1, as far as this is known."""
         scaling = self.scaling
-        if scaling is None:  # the hooks missed the gradients: they are by hand, or of this optimizer's last loss
+        if scaling is None:  # no pass reached the gradients: they are by hand, or of this optimizer's last loss
             scaling = next(reversed(self._scalings_by_hand() or [one.scaling for one in self._own_passes()]), None)
         if scaling is None or scaling.factor == 1.0 or self.is_consumed or not scaling.scaler.multiplies:
             return False
@@ -434,7 +165,7 @@ class Witness:
             self.model_scaling = self.scaling
         self.scaling, self.contributors = Scaling(scaler, 1.0), []
         self.is_unscaled, self._has_more, self.from_last_step = True, False, []
-        if len(_WITNESSES) > 1:
+        if len(WITNESSES) > 1:
             self._share()
 
     def scaling_of_gradients(self, own: LossScaler, *, declared: bool | None = None) -> Scaling:
@@ -471,7 +202,7 @@ class Witness:
         return own is not None and added.scaling is not None and own.is_like(added.scaling)
 
     def _unobserved(self, own: LossScaler) -> Scaling:
-        """Return the scaling of gradients that were set by hand, or that the hooks missed."""
+        """Return the scaling of gradients that were set by hand, so that no hook has seen them."""
         found = self._unobserved_scalings()
         found = [one for one in found if one.scaler is own] or found
         if not found:
@@ -501,8 +232,8 @@ class Witness:
         if not begun.call.accumulates:
             self._note_by_hand(begun)
             return
-        if unscaled:  # some may have arrived before this, and not all parameters have a hook
-            reached = [param for param in self._parameters() if id(param) in unscaled]
+        if unscaled:  # some may have arrived before this
+            reached = [param for param in self.parameters() if id(param) in unscaled]
             until_backward_ends(partial(self._mix, reached))
         if owner is None or other is None:
             return
@@ -548,12 +279,12 @@ class Witness:
 
     def _keep_all_left(self) -> None:
         """Look for all gradients that the last step left, since others are about to be added."""
-        self.from_last_step = [Gradient.of(param) for param in self._parameters() if param.grad is not None]
+        self.from_last_step = [Gradient.of(param) for param in self.parameters() if param.grad is not None]
 
     def _note_by_hand(self, begun: Pass) -> None:
         """Note the parameters by which a pass differentiates, to return the result."""
         owner, given = self._owner(), {*map(id, begun.call.inputs)}
-        begun.entry.has_arrived |= not given.isdisjoint(map(id, self._parameters()))
+        begun.entry.has_arrived |= not given.isdisjoint(map(id, self.parameters()))
         if owner is None or begun.call.create_graph:  # that of a penalty, which is part of a loss
             return
         if not self._starts_afresh(begun) and self.from_last_step:
@@ -603,11 +334,11 @@ class Witness:
         def bring(grad: Tensor) -> Tensor:
             return grad * (ratio.to(grad.device, grad.dtype) if isinstance(ratio, Tensor) else ratio)
 
-        params = [param for param in self._parameters() if param.requires_grad]
+        params = [param for param in self.parameters() if param.requires_grad]
         begun.handles += [param.register_hook(bring) for param in params]  # type: ignore[no-untyped-call]
 
     def _filled(self) -> bool | Tensor:
-        return _are_filled([param.grad for param in self._parameters() if param.grad is not None])
+        return are_filled([param.grad for param in self.parameters() if param.grad is not None])
 
     def _is_filled(self) -> bool:
         return bool(self._filled())  # one wait for the device
@@ -710,7 +441,7 @@ class Witness:
             self._faults.add("unscaled")
 
     def _continues(self, own: Scaling) -> bool:
-        """Return whether a pass goes on from representations, down to which the optimizer's own loss was differentiated.
+        """Return whether a pass goes on from representations that the optimizer's own loss was differentiated by.
 
         Nothing shows it, so all passes of a window have to start in the same way: from gradients of representations,
         or from losses that hold these.
@@ -730,7 +461,8 @@ class Witness:
         owner = self._owner()
         return None if owner is None else owner.first_with_gradient()
 
-    def _parameters(self) -> list[Tensor]:
+    def parameters(self) -> list[Tensor]:
+        """Return the model's own parameters, which get the gradients."""
         owner = self._owner()
         return [] if owner is None else [param for group in owner.parameter_groups() for param in group]
 
@@ -751,16 +483,8 @@ class Witness:
                 self._handles[id(param)] = param.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
 
 
-_WITNESSES: weakref.WeakSet[Witness] = weakref.WeakSet()
-_NEW: weakref.WeakSet[Witness] = weakref.WeakSet()  # whose optimizers have made no step yet
-
-
-def _are_filled(grads: list[Tensor]) -> bool | Tensor:
-    """Return whether a gradient has another value than 0, as far as its values can be looked at."""
-    if any(type(grad) is not Tensor or grad.layout != torch.strided or grad.is_meta for grad in grads):
-        return True
-    norms = [norm.to(grads[0].device) for norm in torch._foreach_norm(grads, math.inf)] if grads else []
-    return bool(norms) and torch.stack(norms).any()
+WITNESSES: weakref.WeakSet[Witness] = weakref.WeakSet()
+NEW: weakref.WeakSet[Witness] = weakref.WeakSet()  # whose optimizers have made no step yet
 
 
 def _hook(witness: weakref.ref[Witness]) -> Callable[[Tensor], None]:
@@ -778,23 +502,3 @@ def _hook(witness: weakref.ref[Witness]) -> Callable[[Tensor], None]:
 def _remove(handles: dict[int, Any]) -> None:
     for handle in handles.values():
         handle.remove()
-
-
-def report_hooks(
-    params: Iterable[Tensor], scaler: LossScaler, *, clip: str = "by max_grad_norm=, or after opt.unscale_()"
-) -> None:
-    """Warn once if a parameter has a hook of the user's, which may clip or change scaled gradients."""
-    if not scaler.multiplies or running_task() != -1:  # in a pass a hook of the user's itself makes the step
-        return
-    if any(_is_users(hook) for param in params for hook in gradient_hooks(param)):
-        warn_once(
-            "a parameter has a hook (register_hook, register_post_accumulate_grad_hook), which sees gradients "
-            "multiplied by the loss scale: a hook that is not linear, such as one that clips or adds noise, is wrong "
-            f"there. Clip {clip}."
-        )
-
-
-def _is_users(hook: Any) -> bool:
-    """Return whether a hook is neither polyamp's own nor of PyTorch's for several ranks."""
-    module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
-    return not module.startswith(("polyamp.", "torch.distributed.", "torch.nn.parallel.", "torch._"))

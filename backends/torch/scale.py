@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch import provenance
+from polyamp.backends.torch import passes
 from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.guards import LISTENERS
 from polyamp.backends.torch.kernels.control import (
@@ -113,7 +113,7 @@ class LossScaler:
             NonFiniteLossError: ``nonfinite_loss="raise"``, and the host knows that the loss is inf or NaN.
         """
         losses = losses_in(loss)
-        if any(map(provenance.is_scaled, losses)):
+        if any(map(passes.is_scaled, losses)):
             raise UsageError(
                 "the loss is scaled already",
                 where="scale(loss), backward(loss), or a trainer's backward that scales the loss itself",
@@ -124,7 +124,7 @@ class LossScaler:
             )
         owner = None if by is None or torch.compiler.is_compiling() else id(by)
         if not self.settings.check:
-            provenance.follow(losses, provenance.Scaling(self, self.state.scale, owner))
+            passes.follow(losses, passes.Scaling(self, self.state.scale, owner))
             return loss
         if not self._has_new_loss:  # the first loss since a step
             self._has_new_loss, self.loss_was_finite = True, None
@@ -144,8 +144,8 @@ class LossScaler:
             scaled: Any = self.multiply(loss, finite=finite.get(id(loss)) is True)
         else:
             scaled = map_leaves(lambda one: self.multiply(one, finite=finite.get(id(one)) is True), loss)
-        scaling = provenance.Scaling(self, self.state.scale, owner, are_finite)
-        provenance.follow([scaled] if isinstance(loss, Tensor) else leaves(scaled), scaling)
+        scaling = passes.Scaling(self, self.state.scale, owner, are_finite)
+        passes.follow([scaled] if isinstance(loss, Tensor) else leaves(scaled), scaling)
         return scaled
 
     def multiply(self, loss: Tensor, *, finite: bool = True) -> Tensor:

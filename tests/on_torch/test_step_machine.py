@@ -97,7 +97,7 @@ class Steps(RuleBasedStateMachine):
         self.generations = [0] * len(owned)
         self.pending: dict[str, tuple[Loss, Key, int]] = {}
         self.unscaled: set[int] = set()  # optimizers all of whose gradients are unscaled
-        self.elsewhere: set[int] = set()  # optimizers whose own loss reached none of their parameters
+        self.elsewhere: set[int] = set()  # optimizers whose own loss reached no parameter of an optimizer
         self.clippable: set[int] = set()  # those that no backward pass has begun for since
         self.hooked: set[str] = set()
         self.looked: set[int] = set()  # optimizers for whose parameters `torch.autograd.grad` returned gradients
@@ -208,7 +208,7 @@ class Steps(RuleBasedStateMachine):
             shares = self.groups[other] == self.groups[place]
             if tests or (loss.is_bad and (is_reached or shares)):
                 self.model[opt].may_skip = True
-        if loss.reached.isdisjoint(self.owned[place]):
+        if loss.reached.isdisjoint(set().union(*self.owned)):
             self.elsewhere.add(place)
 
     def _found(self, place: int, loss: Loss, reached: set[str]) -> None:

@@ -748,6 +748,33 @@ def caches_representations_after_it_trained(wrap: Any, p: Any, q: Any) -> None:
             opt.zero_grad()
 
 
+@right_or_refused
+def adds_an_unscaled_loss_after_chunks_of_cached_representations(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q))
+    train(opt, S(p) + S(q))
+    continue_from(opt, S(p))
+    S(q).backward()
+    opt.step()
+
+
+@right_or_refused
+def adds_an_unscaled_loss_of_a_second_parameter_before_a_scaled_one_of_the_first(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q))
+    train(opt, S(p) + S(q))
+    S(q).backward()
+    opt.backward(S(p))
+    opt.step()
+
+
+@right_or_refused
+def adds_an_unscaled_loss_of_a_second_parameter_after_a_scaled_one_of_both(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p, q))
+    train(opt, S(p) + S(q))
+    opt.backward(S(p) + S(q))
+    S(q).backward()
+    opt.step()
+
+
 @right
 def forgets_a_pass_that_was_partly_scaled_when_it_is_cleared(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p))

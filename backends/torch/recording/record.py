@@ -22,7 +22,7 @@ from polyamp.backends.torch.dtypes import name_of
 from polyamp.backends.torch.grad_scaler import GradScaler
 from polyamp.backends.torch.guards import observed
 from polyamp.backends.torch.optimizer import ALIVE
-from polyamp.backends.torch.provenance import PASSES
+from polyamp.backends.torch.passes import PASSES
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import Recorder, UpdateBegins
 from polyamp.backends.torch.recording.reach import Reach, names_of

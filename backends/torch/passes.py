@@ -1,0 +1,218 @@
+"""The backward passes of scaled losses: which loss scale each has, and who wants to know.
+
+A scaled loss marks the node of its graph. When autograd comes to that node, a pass has begun:
+
+    opt.backward(loss)                   one pass, marked with 1024
+    (opt.scale(loss) + penalty).backward()   one pass of two losses; its graph shows what `penalty` reaches alone
+
+Observers are told when a pass begins and when it has ended: each wrapped optimizer's `Witness`, and `OUTSIDE`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence, Set
+from functools import partial, reduce
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from polyamp.backends.torch.kernels.control import both
+from polyamp.backends.torch.unstable import (
+    BackwardCall,
+    is_transformed,
+    not_traced,
+    running_backward,
+    running_task,
+    until_backward_ends,
+)
+
+if TYPE_CHECKING:
+    from polyamp.backends.torch.scale import LossScaler
+
+
+class Scaling(NamedTuple):
+    """The multiplication of a loss: whose loss scale it was, and the factor."""
+
+    scaler: LossScaler
+    factor: float | Tensor
+    by: int | None = None  # the id of the optimizer whose method was called
+    finite: bool | Tensor = True  # whether the loss was, as far as this is known
+
+    def with_finite(self, other: Scaling) -> Scaling:
+        """Return the same for the losses of both."""
+        return self if other.finite is True else self._replace(finite=both(self.finite, other.finite))
+
+    def is_like(self, other: Scaling) -> bool:
+        """Return whether gradients of both can be added. Scales on a device must be the same tensor."""
+        one, two = self.factor, other.factor
+        if one is two:
+            return True
+        if isinstance(one, float) and isinstance(two, float):
+            return one == two
+        return not (self.scaler.multiplies or other.scaler.multiplies)  # both are 1
+
+
+_SCALED = "polyamp_scaling"
+
+
+def follow(scaled: Iterable[Tensor], scaling: Scaling) -> None:
+    """Mark the backward passes of scaled losses, as soon as they begin."""
+    if torch.compiler.is_compiling() or is_transformed():
+        PASSES.note_unmarked(scaling)
+        return
+    for tensor in scaled:
+        node: Any = tensor.grad_fn
+        if tensor.requires_grad and node is not None:
+            node.metadata[_SCALED] = scaling
+            tensor.register_hook(partial(_pass_begins, scaling))  # type: ignore[no-untyped-call]
+        else:
+            PASSES.note(scaling)  # no pass can start from it, so its gradients come in another way
+
+
+def is_scaled(loss: Tensor) -> bool:
+    """Return whether a loss is itself the result of scaling, as far as this is known."""
+    node: Any = loss.grad_fn if isinstance(loss, Tensor) else None
+    if torch.compiler.is_compiling() or node is None:
+        return False
+    scaling = node.metadata.get(_SCALED)
+    return scaling is not None and scaling.scaler.settings.check
+
+
+class Entry:
+    """A backward pass in the list of the latest ones."""
+
+    def __init__(self, number: int, scaling: Scaling) -> None:
+        self.number, self.scaling = number, scaling
+        self.has_arrived = False  # whether it reached a parameter that is observed
+
+
+class Pass:
+    """One backward pass of scaled losses. autograd holds this object until the pass ends, even if the pass fails."""
+
+    def __init__(self, task: int, scaling: Scaling | None, entry: Entry, call: BackwardCall) -> None:
+        self.task = task  # autograd's number
+        self.entry, self.call = entry, call
+        self.scaling = scaling  # None: losses of different scales, or also a loss that nobody scaled
+        self.handles: list[Any] = []  # of the hooks that bring what arrives to another scale
+
+    def __call__(self) -> None:
+        """Remove the hooks, and end after other callbacks, such as DDP's and FSDP's: they are part of the pass."""
+        if self.handles:
+            self.__del__()
+        until_backward_ends(self.end)
+
+    def end(self) -> None:
+        """Let all observers look at what the pass has left."""
+        for observer in list(OBSERVERS):
+            observer.end_of(self)
+
+    def __del__(self) -> None:
+        while self.handles:
+            self.handles.pop().remove()
+
+
+class Passes:
+    """The backward passes of scaled losses in this process: those that run, and the latest."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seen = 0  # the number of all passes, also of losses that nobody scaled, that reached a wrapped optimizer
+        self.running: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()  # by autograd's task
+        self.latest: list[Entry] = []
+        self._unmarked: tuple[int, Scaling] | None = None
+
+    def note(self, scaling: Scaling) -> Entry:
+        """Count a pass that begins."""
+        self.count, self.seen = self.count + 1, self.seen + 1
+        self.latest = [*self.latest[-63:], Entry(self.count, scaling)]
+        return self.latest[-1]
+
+    def note_unmarked(self, scaling: Scaling) -> None:
+        """Note a loss whose pass cannot be marked: scaled in compiled code, or inside of a function transform."""
+        self.count, self.seen = self.count + 1, self.seen + 1
+        self._unmarked = (self.count, scaling)
+
+    def current(self) -> Pass | None:
+        """Return the pass that the caller is in; None outside of passes, and in that of a loss that nobody scaled."""
+        return self.arriving(is_observed=False)
+
+    def arriving(self, *, is_observed: bool = True) -> Pass | None:
+        """Note that the caller's pass reached a parameter, and return it; see `current`."""
+        # Passes inside another pass, as in reentrant checkpointing, have a task of their own.
+        found = self.running.get(running_task())
+        found = found if found is not None else next(iter(list(self.running.values())), None)
+        if not is_observed:
+            return found
+        self.seen += 1
+        if found is not None:
+            found.entry.has_arrived = True
+        return found
+
+    def since(self, count: int) -> list[Scaling]:
+        """Return the scalings of the latest passes since the count."""
+        found = [one.scaling for one in self.latest if one.number > count]
+        return found or [*filter(None, [self.unmarked_since(count)])]
+
+    def unmarked_since(self, count: int) -> Scaling | None:
+        """Return the latest scaling since the count whose pass could not be marked."""
+        return None if self._unmarked is None or self._unmarked[0] <= count else self._unmarked[1]
+
+
+PASSES = Passes()
+
+
+class Observer(Protocol):
+    """Who wants to know about passes."""
+
+    def prepare_for(self, begun: Pass, unscaled: Set[int], /) -> None:
+        """Prepare for a pass that reaches leaves with these ids without a scale."""
+
+    def end_of(self, ended: Pass, /) -> None:
+        """Look at the gradients after a pass."""
+
+
+OBSERVERS: weakref.WeakSet[Observer] = weakref.WeakSet()
+
+
+@not_traced
+def _pass_begins(scaling: Scaling, grad: Tensor) -> None:
+    found, task = running_backward(), running_task()
+    known = PASSES.running.get(task)
+    if known is not None:  # another loss of the same pass
+        if found is None and known.scaling is not None:
+            known.scaling = known.scaling.with_finite(scaling) if known.scaling.is_like(scaling) else None
+        return
+    call = BackwardCall() if found is None else found
+    is_one = len(call.roots) == 1 and is_scaled(call.roots[0])  # the usual pass, which starts from this loss alone
+    scalings, leaves = ((), {}) if is_one else parts_of(call.roots)
+    scaling = reduce(Scaling.with_finite, scalings, scaling)
+    entry = PASSES.note(scaling)
+    is_alike = not leaves and all(map(scaling.is_like, scalings))
+    begun = PASSES.running[task] = Pass(task, scaling if is_alike else None, entry, call)
+    until_backward_ends(begun)
+    reached = leaves.keys() & map(id, call.inputs) if call.inputs else leaves.keys()
+    for observer in list(OBSERVERS):
+        observer.prepare_for(begun, reached)
+
+
+def parts_of(roots: Sequence[Any], *, whole: bool = False) -> tuple[list[Scaling], dict[int, Tensor]]:
+    """Return the scalings of the losses that a pass starts from, and the leaves that it reaches without one, by id.
+
+    If ``whole``, return all leaves, and no scalings.
+    """
+    waiting: list[Any] = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+    seen, scalings, leaves = set[Any](), list[Scaling](), dict[int, Tensor]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if not whole and (scaling := node.metadata.get(_SCALED)) is not None:
+            scalings.append(scaling)
+        elif hasattr(node, "variable"):
+            leaves[id(node.variable)] = node.variable
+        else:
+            waiting += [child for child, _ in node.next_functions]
+    return scalings, leaves

@@ -605,24 +605,6 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         """Yield the parameters of `parameter_groups`."""
         return (param for group in self.parameter_groups() for param in group)
 
-    @torch.no_grad()
-    def give_back(self, scaling: Scaling) -> None:
-        """Multiply all gradients as those of the model were before masters took them, with what masters changed."""
-        if self.masters is None:
-            return
-        self.masters.give_back(scaling.factor)
-        own = set(map(id, self.masters.model))
-        for param in self.model_parameters():
-            if id(param) not in own and param.grad is not None:  # float32 beside 16 bits: it was divided in place
-                param.grad.mul_(scaling.factor)
-
-    def test_before(self, scaler: LossScaler) -> None:
-        """Test the gradients so far, if a loss of another id is about to add to them: an overflow is of one of them."""
-        gradients = Gradients([{"params": [*self.model_parameters()]}])
-        if scaler in self.scaler.all() and self.witness.contributors and gradients:
-            self.findings.note(gradients.test(), self.witness.contributors)
-            self.witness.contributors = []
-
     @property
     def may_have_gradients(self) -> bool:
         """Whether there may be something to update, here or on another rank."""

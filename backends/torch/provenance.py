@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from polyamp.backends.torch.gradients import ByHand, Gradient, are_filled
+from polyamp.backends.torch.gradients import ByHand, Gradient, Gradients, are_filled
 from polyamp.backends.torch.passes import OBSERVERS, PASSES, Entry, Pass, Scaling
 from polyamp.backends.torch.refusals import loss_not_scaled, mixed, mixed_by_hand, not_cleared
 from polyamp.backends.torch.unstable import (
@@ -39,6 +40,7 @@ from polyamp.backends.torch.unstable import (
 )
 
 if TYPE_CHECKING:
+    from polyamp.backends.torch.masters import MasterWeights
     from polyamp.backends.torch.optimizer import LossScaledOptimizer
     from polyamp.backends.torch.scale import LossScaler
 
@@ -314,13 +316,16 @@ class Witness:
         owner = self._owner()
         if owner is None:
             return
-        if self.model_scaling is not None:
-            if owner.masters is not None and owner.masters.are_torn():
+        if self.model_scaling is not None and owner.masters is not None:
+            if owner.masters.are_torn():
                 self._refuse_what_is_there(mixed=True)
-            owner.give_back(self.model_scaling)
-            self.scaling, self.model_scaling, self.is_unscaled = self.model_scaling, None, False
-        if other.scaler not in self.contributors:
-            owner.test_before(other.scaler)
+            self._give_back(owner.masters, self.model_scaling)
+        if other.scaler not in self.contributors and self.contributors and other.scaler in owner.scaler.all():
+            # an overflow until here is not one of the other loss
+            gradients = Gradients([{"params": self.parameters()}])
+            if gradients:
+                owner.findings.note(gradients.test(), self.contributors)
+                self.contributors = []
         own = self.scaling
         if own is None or own.is_like(other):
             return
@@ -336,6 +341,16 @@ class Witness:
 
         params = [param for param in self.parameters() if param.requires_grad]
         begun.handles += [param.register_hook(bring) for param in params]  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def _give_back(self, masters: MasterWeights, scaling: Scaling) -> None:
+        """Multiply all gradients as those of the model were before masters took them, with what masters changed."""
+        masters.give_back(scaling.factor)
+        own = set(map(id, masters.model))
+        for param in self.parameters():
+            if id(param) not in own and param.grad is not None:  # float32 beside 16 bits: it was divided in place
+                param.grad.mul_(scaling.factor)
+        self.scaling, self.model_scaling, self.is_unscaled = scaling, None, False
 
     def _filled(self) -> bool | Tensor:
         return are_filled([param.grad for param in self.parameters() if param.grad is not None])

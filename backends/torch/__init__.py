@@ -22,8 +22,8 @@ from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.skipping import AppliedSteps, select
 
 if TYPE_CHECKING:
+    from polyamp.backends.torch.compat.grad_scaler import GradScaler
     from polyamp.backends.torch.fused import why_not_fused
-    from polyamp.backends.torch.grad_scaler import GradScaler
     from polyamp.backends.torch.graphs.rewrite import explain, rewrite
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
 
 # What a training step does not need is loaded when it is used.
 _LATER = {
-    "GradScaler": "grad_scaler",
+    "GradScaler": "compat.grad_scaler",
     "explain": "graphs.rewrite",
     "rewrite": "graphs.rewrite",
     "why_not_fused": "fused",

@@ -25,9 +25,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import polyamp
-from polyamp.backends.torch import cuda_amp, unstable
-from polyamp.backends.torch.attached import Attached, attach
+from polyamp.backends.torch import unstable
 from polyamp.backends.torch.casting import leaves, map_leaves
+from polyamp.backends.torch.compat import cuda_amp
+from polyamp.backends.torch.compat.attached import Attached, attach
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.optimizer import ALIVE, LossScaledOptimizer
 from polyamp.backends.torch.passes import parts_of

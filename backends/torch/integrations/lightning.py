@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from polyamp.adapters import check_options
 from polyamp.backends.torch.autocast.context import autocast_context
 from polyamp.backends.torch.casting import cast_to
+from polyamp.backends.torch.compat.grad_scaler import unscale_once
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.grad_scaler import unscale_once
 from polyamp.backends.torch.optimizer import ALIVE, LossScaledOptimizer
 from polyamp.backends.torch.refusals import different_loss_scales
 from polyamp.backends.torch.verbs import loss_scale_of, wrap_optimizer

@@ -18,8 +18,8 @@ from polyamp.backends.torch import unstable
 from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.autocast.regions import ACCELERATOR, nesting
 from polyamp.backends.torch.autocast.weights import forget_casts
+from polyamp.backends.torch.compat.grad_scaler import GradScaler
 from polyamp.backends.torch.dtypes import name_of
-from polyamp.backends.torch.grad_scaler import GradScaler
 from polyamp.backends.torch.guards import observed
 from polyamp.backends.torch.optimizer import ALIVE
 from polyamp.backends.torch.passes import PASSES

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import polyamp
 from polyamp.backends.torch.apex import amp
-from polyamp.backends.torch.attached import wrapper_of
+from polyamp.backends.torch.compat.attached import wrapper_of
 from polyamp.errors import PolyampDeprecationWarning
 from support.harness_torch import contents
 

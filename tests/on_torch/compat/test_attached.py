@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 import polyamp
 from polyamp.backends.torch import LossScaledOptimizer
-from polyamp.backends.torch.attached import Attached, attach, wrapper_of
+from polyamp.backends.torch.compat.attached import Attached, attach, wrapper_of
 from support.harness_torch import OPTIMIZERS, X, Y, contents
 
 SCALE = polyamp.LossScale(init=1024.0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch import cuda_amp
+from polyamp.backends.torch.compat import cuda_amp
 from polyamp.errors import PolyampDeprecationWarning, PolyampWarning
 from polyamp.run import Session
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyamp.backends.torch.apex_casts import (
+from polyamp.backends.torch.autocast.weights import forget_casts
+from polyamp.backends.torch.compat.apex_casts import (
     FORMATS,
     HANDLE,
     cast_model,
@@ -32,10 +33,9 @@ from polyamp.backends.torch.apex_casts import (
     register_half_function,
     register_promote_function,
 )
-from polyamp.backends.torch.attached import Attached, attach, check_plain, wrapper_of
-from polyamp.backends.torch.autocast.weights import forget_casts
+from polyamp.backends.torch.compat.attached import Attached, attach, check_plain, wrapper_of
+from polyamp.backends.torch.compat.grad_scaler import unscale_once
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.grad_scaler import unscale_once
 from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.scale import LossScaler
 from polyamp.errors import InvalidValueError, StateError, UsageError, shown, warn_deprecated, wrong_type

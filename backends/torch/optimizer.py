@@ -384,7 +384,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def _unscale_now(self, scaled: bool | None, *, again: bool = True) -> Gradients:
         try:
-            if self.witness.is_unscaled and not (again or self.witness.has_more):
+            is_done = self.witness.is_unscaled and not (again or self.witness.has_more)
+            if is_done and self.first_with_gradient() is not None:
                 raise refusals.unscaled_already(where="unscale_()", fix="call it once after the last backward()")
             scaling = self.scaling_of_gradients(scaled)
             gradients = self._take(remember=True)

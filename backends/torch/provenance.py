@@ -152,10 +152,6 @@ class Witness:
         """Whether there was a backward pass since the last step, of whatever optimizer and loss."""
         return PASSES.seen > self._stepped_at
 
-    def recent_scalers(self) -> list[LossScaler]:
-        """Return the loss scalers of passes since the last step, whether they reached the gradients or not."""
-        return [one.scaler for one in PASSES.since(self._opened_at)]
-
     def _own_passes(self) -> list[Entry]:
         """Return the passes since the last step that the owner's own method made."""
         own = id(self._owner())

@@ -776,6 +776,16 @@ def adds_an_unscaled_loss_of_a_second_parameter_after_a_scaled_one_of_both(wrap:
 
 
 @right
+def unscales_again_after_the_unscaled_gradients_were_cleared_by_hand(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.unscale_()
+    p.grad = None
+    opt.unscale_()
+    opt.step()
+
+
+@right
 def forgets_a_pass_that_was_partly_scaled_when_it_is_cleared(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p))
     (opt.scale(S(p)) + S(p)).backward()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from polyamp.backends.keras.optimizer import LossScaledOptimizer as KerasOptimizer
     from polyamp.backends.tensorflow.optimizer import LossScaledOptimizer as TensorFlowOptimizer
-    from polyamp.backends.torch.optimizer import LossScaledOptimizer as TorchOptimizer
+    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer as TorchOptimizer
 
 Object = TypeVar("Object")
 P = ParamSpec("P")

@@ -18,13 +18,13 @@ from polyamp.backends.torch.adapter import adapter
 from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert  # not later: importing its file would put the module in its place
-from polyamp.backends.torch.optimizer import LossScaledOptimizer
-from polyamp.backends.torch.skipping import AppliedSteps, select
+from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.step.schedules import AppliedSteps, select
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.compat.grad_scaler import GradScaler
-    from polyamp.backends.torch.fused import why_not_fused
     from polyamp.backends.torch.graphs.rewrite import explain, rewrite
+    from polyamp.backends.torch.step.fused import why_not_fused
 
 __all__ = [
     "AppliedSteps",
@@ -46,7 +46,7 @@ _LATER = {
     "GradScaler": "compat.grad_scaler",
     "explain": "graphs.rewrite",
     "rewrite": "graphs.rewrite",
-    "why_not_fused": "fused",
+    "why_not_fused": "step.fused",
 }
 
 

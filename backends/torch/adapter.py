@@ -21,7 +21,7 @@ adapter = AdapterTable(
     owns=(torch.Tensor, torch.nn.Module, torch.optim.Optimizer),
     verbs={
         "describe": describe,
-        "least_over_ranks": "polyamp.backends.torch.ranks:least_over_ranks",
+        "least_over_ranks": "polyamp.backends.torch.step.ranks:least_over_ranks",
         "trial": "polyamp.backends.torch.selftest:trial",
         "cast": cast,
         "convert": "polyamp.backends.torch.convert:convert",
@@ -34,7 +34,7 @@ adapter = AdapterTable(
         "is_tracing": torch.compiler.is_compiling,
         "rewrite": "polyamp.backends.torch.graphs.rewrite:rewritten_for",
         "explain": "polyamp.backends.torch.graphs.rewrite:planned",
-        "fsdp_policy": "polyamp.backends.torch.sharding:fsdp_policy",
+        "fsdp_policy": "polyamp.backends.torch.step.sharding:fsdp_policy",
         "record": "polyamp.backends.torch.recording.record:record",
         "holder": "polyamp.backends.torch.recording.holder:holder",
         "profiler": "polyamp.backends.torch.profiling:profiler",

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 
 from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.operations import canonical
-from polyamp.backends.torch.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.tracking import ModuleHooks, Tracker
 from polyamp.diagnosis.profile import Profiler, Timed, Trace, union
 from polyamp.operations import is_product

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from polyamp.backends.torch.devices import report_slow
-from polyamp.backends.torch.optimizer import LossScaledOptimizer
-from polyamp.backends.torch.refusals import named_tensors
-from polyamp.backends.torch.scale import LossScaler
+from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.step.refusals import named_tensors
+from polyamp.backends.torch.step.scale import LossScaler
 from polyamp.errors import no_loss_scale, warn_once
 from polyamp.libraries import apex_losses, report_lost, write_apex_losses
 from polyamp.policies import Policy

@@ -67,5 +67,5 @@ def test_a_plain_step_with_clipping_is_short(found: Any, policy: str) -> None:
 
 def test_few_modules_are_loaded(found: Any) -> None:
     ours = [name for name in found["modules"] if name.split(".")[0] == "polyamp"]
-    assert len(ours) <= 60, ours
+    assert len(ours) <= 62, ours  # the folder of the step and the words about skips among them
     assert "torch.distributed.tensor" not in found["imported"]  # for those who have no distributed tensors

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from polyamp import LossScale
 from polyamp.backends.torch.kernels import operators
-from polyamp.backends.torch.kernels.arguments import DECOUPLED, MAXIMIZE, NESTEROV, SGD, Adam, Settings
 from polyamp.backends.torch.kernels.control import SIZE, pack_
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
+from polyamp.backends.torch.kernels.optimizers import DECOUPLED, MAXIMIZE, NESTEROV, SGD, Adam, Settings
 from polyamp.settings import LossScaleState
 
 STORAGES = {  # formats of parameters, and of the master weights next to them

@@ -36,8 +36,8 @@ from polyamp.backends.torch.compat.apex_casts import (
 from polyamp.backends.torch.compat.attached import Attached, attach, check_plain, wrapper_of
 from polyamp.backends.torch.compat.grad_scaler import unscale_once
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.optimizer import LossScaledOptimizer
-from polyamp.backends.torch.scale import LossScaler
+from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.step.scale import LossScaler
 from polyamp.errors import InvalidValueError, StateError, UsageError, shown, warn_deprecated, wrong_type
 from polyamp.libraries import apex_losses
 from polyamp.policies import policy

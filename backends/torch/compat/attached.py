@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import polyamp
-from polyamp.backends.torch.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.unstable import note_step
 from polyamp.errors import no_optimizer, wrapped_already
 from polyamp.policies import Policy

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from polyamp.backends.torch import refusals
-from polyamp.backends.torch.gradients import Gradients
-from polyamp.backends.torch.guards import LISTENERS, report_hooks, update_begins
 from polyamp.backends.torch.modules import names_of
-from polyamp.backends.torch.optimizer import LossScaledOptimizer, update_or_skip
-from polyamp.backends.torch.overflow import explanation
-from polyamp.backends.torch.ranks import RankSet, has_peers
-from polyamp.backends.torch.saving import FIX, bad_state
-from polyamp.backends.torch.scale import LossScaler
+from polyamp.backends.torch.step import refusals
+from polyamp.backends.torch.step.gradients import Gradients
+from polyamp.backends.torch.step.guards import LISTENERS, report_hooks, update_begins
+from polyamp.backends.torch.step.optimizer import LossScaledOptimizer, update_or_skip
+from polyamp.backends.torch.step.overflow import explanation
+from polyamp.backends.torch.step.ranks import RankSet, has_peers
+from polyamp.backends.torch.step.saving import FIX, bad_state
+from polyamp.backends.torch.step.scale import LossScaler
 from polyamp.backends.torch.unstable import ask_before_clipping, leave_clipping, not_traced
 from polyamp.errors import UsageError, is_number, kind_of, warn_once, wrong_type
 from polyamp.libraries import LIBRARIES, write

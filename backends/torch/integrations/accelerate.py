@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from polyamp import convert, wrap_optimizer
 from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.compat.grad_scaler import GradScaler, unscale_once
-from polyamp.backends.torch.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, kind_of, missing_trainer, wrapped_already
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy

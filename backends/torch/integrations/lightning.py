@@ -32,8 +32,8 @@ from polyamp.backends.torch.casting import cast_to
 from polyamp.backends.torch.compat.grad_scaler import unscale_once
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.optimizer import ALIVE, LossScaledOptimizer
-from polyamp.backends.torch.refusals import different_loss_scales
+from polyamp.backends.torch.step.optimizer import ALIVE, LossScaledOptimizer
+from polyamp.backends.torch.step.refusals import different_loss_scales
 from polyamp.backends.torch.verbs import loss_scale_of, wrap_optimizer
 from polyamp.errors import UnsupportedError, UsageError, missing_trainer, norm_limit
 from polyamp.libraries import write

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.kernels.arguments import DECOUPLED, MAXIMIZE, NESTEROV, SGD, Adam, Settings
 from polyamp.backends.torch.kernels.control import APPLIED, LOSSES_FINITE, pack_, unpack, where
-from polyamp.backends.torch.masters import is_written
+from polyamp.backends.torch.kernels.optimizers import DECOUPLED, MAXIMIZE, NESTEROV, SGD, Adam, Settings
+from polyamp.backends.torch.step.masters import is_written
 from polyamp.scale import advance
 
 Tensors = Sequence[Tensor]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.recording.reach import Reach, names_of
+from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
 from polyamp.diagnosis.lint import Holder, Kind
 from polyamp.policies import Policy
 

@@ -20,12 +20,12 @@ from polyamp.backends.torch.autocast.regions import ACCELERATOR, nesting
 from polyamp.backends.torch.autocast.weights import forget_casts
 from polyamp.backends.torch.compat.grad_scaler import GradScaler
 from polyamp.backends.torch.dtypes import name_of
-from polyamp.backends.torch.guards import observed
-from polyamp.backends.torch.optimizer import ALIVE
-from polyamp.backends.torch.passes import PASSES
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import Recorder, UpdateBegins
 from polyamp.backends.torch.recording.reach import Reach, names_of
+from polyamp.backends.torch.step.guards import observed
+from polyamp.backends.torch.step.optimizer import ALIVE
+from polyamp.backends.torch.step.passes import PASSES
 from polyamp.backends.torch.tracking import Tracker
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.errors import InvalidTypeError, NonFiniteLossError, UnsupportedError, shown

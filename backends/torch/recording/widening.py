@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from polyamp.backends.torch import unstable
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.gradients import local
+from polyamp.backends.torch.step.gradients import local
 
 
 class Widened(Tensor):

@@ -104,7 +104,7 @@ def test_a_float16_region_and_an_optimizer_that_was_wrapped_without_a_policy_are
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # none of other tests: the region could have been for one that has a loss scale
-    monkeypatch.setattr("polyamp.backends.torch.optimizer.ALIVE", weakref.WeakSet())
+    monkeypatch.setattr("polyamp.backends.torch.step.optimizer.ALIVE", weakref.WeakSet())
 
     def step(optimizer: Any, policy: str) -> None:
         with polyamp.autocast(policy):

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import polyamp
-from polyamp.backends.torch import scale
 from polyamp.backends.torch.kernels import control
 from polyamp.backends.torch.kernels.control import constant
+from polyamp.backends.torch.step import scale
 from polyamp.errors import InvalidValueError, UsageError
 from support.torch_steps import COVERED, DEVICES, Way, close, everything, loss_of, network, same, train, wrapped
 

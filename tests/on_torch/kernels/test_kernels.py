@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from polyamp import LossScale, advance
-from polyamp.backends.torch.kernels.arguments import SGD, Adam, Settings
 from polyamp.backends.torch.kernels.control import APPLIED, decode
 from polyamp.backends.torch.kernels.operators import SCHEMAS
+from polyamp.backends.torch.kernels.optimizers import SGD, Adam, Settings
 from support.torch_operators import (
     ADAM,
     PLAIN_SGD,

@@ -24,7 +24,7 @@ import polyamp
 from polyamp import LossScale
 from polyamp.backends.torch import GradScaler, LossScaledOptimizer
 from polyamp.backends.torch.kernels.control import on_device as tensors_of
-from polyamp.backends.torch.ranks import decide, has_peers
+from polyamp.backends.torch.step.ranks import decide, has_peers
 from support.forked_ranks import default_group
 from support.harness_torch import OPTIMIZERS, X, Y, skipping_on_device
 from support.torch_kinds import bits, memory

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from polyamp.backends.torch.gradients import Gradients
+from polyamp.backends.torch.step.gradients import Gradients
 
 HALF = torch.tensor(0.5)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

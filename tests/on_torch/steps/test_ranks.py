@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from polyamp.backends.torch.ranks import RankSet, has_peers
+from polyamp.backends.torch.step.ranks import RankSet, has_peers
 
 pytestmark = pytest.mark.slow
 

@@ -33,20 +33,20 @@ from torch.autograd.graph import increment_version
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.extension import available, status
-from polyamp.backends.torch.gradients import Gradients
-from polyamp.backends.torch.kernels.arguments import Settings, rules_of, update_rule_of
 from polyamp.backends.torch.kernels.control import applied_flag, check_first_use, scale_on
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
-from polyamp.backends.torch.operands import NO_MASTERS, Batch, Calls, is_dense
-from polyamp.backends.torch.overflow import explanation
-from polyamp.backends.torch.ranks import add_shards_, has_peers
+from polyamp.backends.torch.kernels.optimizers import Settings, rules_of, update_rule_of
+from polyamp.backends.torch.step.batches import NO_MASTERS, Batch, Calls, is_dense
+from polyamp.backends.torch.step.gradients import Gradients
+from polyamp.backends.torch.step.overflow import explanation
+from polyamp.backends.torch.step.ranks import add_shards_, has_peers
 from polyamp.backends.torch.unstable import has_step_pre_hooks, is_flattened, run_with_step_hooks
 from polyamp.errors import InvalidValueError, PolyampError
 from polyamp.settings import LossScale
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.optimizer import LossScaledOptimizer
-    from polyamp.backends.torch.passes import Scaling
+    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
+    from polyamp.backends.torch.step.passes import Scaling
 
 _WITH_OPERATORS = "Adam, AdamW and SGD have one, unless a subclass or another library changes their step"
 _REAL = frozenset({*SIXTEEN_BIT, torch.float32})

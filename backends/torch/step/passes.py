@@ -29,7 +29,7 @@ from polyamp.backends.torch.unstable import (
 )
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.scale import LossScaler
+    from polyamp.backends.torch.step.scale import LossScaler
 
 
 class Scaling(NamedTuple):

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.gradients import Gradients, dense, local
 from polyamp.backends.torch.modules import names_of
-from polyamp.backends.torch.ranks import RankSet
+from polyamp.backends.torch.step.gradients import Gradients, dense, local
+from polyamp.backends.torch.step.ranks import RankSet
 from polyamp.skips import FINITE_LOSS, NONFINITE_LOSS
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.masters import MasterWeights
-    from polyamp.backends.torch.optimizer import LossScaledOptimizer
+    from polyamp.backends.torch.step.masters import MasterWeights
+    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
 
 SHOWN = 5  # names in a message; `overflowed` returns all of them
 

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.gradients import ByHand, Gradient, Gradients, are_filled
-from polyamp.backends.torch.passes import OBSERVERS, PASSES, Entry, Pass, Scaling
-from polyamp.backends.torch.refusals import loss_not_scaled, mixed, mixed_by_hand, not_cleared
+from polyamp.backends.torch.step.gradients import ByHand, Gradient, Gradients, are_filled
+from polyamp.backends.torch.step.passes import OBSERVERS, PASSES, Entry, Pass, Scaling
+from polyamp.backends.torch.step.refusals import loss_not_scaled, mixed, mixed_by_hand, not_cleared
 from polyamp.backends.torch.unstable import (
     gradient_hooks,
     not_traced,
@@ -40,9 +40,9 @@ from polyamp.backends.torch.unstable import (
 )
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.masters import MasterWeights
-    from polyamp.backends.torch.optimizer import LossScaledOptimizer
-    from polyamp.backends.torch.scale import LossScaler
+    from polyamp.backends.torch.step.masters import MasterWeights
+    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
+    from polyamp.backends.torch.step.scale import LossScaler
 
 
 class Witness:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.gradients import Gradient, local
+from polyamp.backends.torch.step.gradients import Gradient, local
 from polyamp.errors import InvalidValueError, UnsupportedError, check_master_weights, warn_once
 
 

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch import saving
+from polyamp.backends.torch.step import saving
 from polyamp.errors import warn_once
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.optimizer import LossScaledOptimizer
+    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
 
 MASTER, NOTHING, REST = "polyamp_master", "polyamp_no_master", "polyamp"
 

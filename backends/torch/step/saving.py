@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.scale import LossScaler
+from polyamp.backends.torch.step.scale import LossScaler
 from polyamp.errors import StateError, shown, warn_once
 from polyamp.settings import LossScaleState
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.masters import MasterWeights
-    from polyamp.backends.torch.optimizer import LossScaledOptimizer
+    from polyamp.backends.torch.step.masters import MasterWeights
+    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
 
 _KEYS = ("state", "param_groups", "loss_scale", "master_weights")
 _OURS = ("loss_scale", "loss_scales", "master_weights", "policy")

@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch import checkpoints, overflow, refusals, saving
 from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.gradients import Gradients, WindowFlags
-from polyamp.backends.torch.guards import (
+from polyamp.backends.torch.step import checkpoints, overflow, refusals, saving
+from polyamp.backends.torch.step.gradients import Gradients, WindowFlags
+from polyamp.backends.torch.step.guards import (
     LISTENERS,
     STEPS,
     check_not_shared,
@@ -43,13 +43,13 @@ from polyamp.backends.torch.guards import (
     report_policy,
     update_begins,
 )
-from polyamp.backends.torch.masters import make_masters
-from polyamp.backends.torch.overflow import Overflow
-from polyamp.backends.torch.passes import Scaling
-from polyamp.backends.torch.provenance import Witness
-from polyamp.backends.torch.ranks import has_peers
-from polyamp.backends.torch.scale import LossScaler, losses_in
-from polyamp.backends.torch.sharding import check_groups
+from polyamp.backends.torch.step.masters import make_masters
+from polyamp.backends.torch.step.overflow import Overflow
+from polyamp.backends.torch.step.passes import Scaling
+from polyamp.backends.torch.step.provenance import Witness
+from polyamp.backends.torch.step.ranks import has_peers
+from polyamp.backends.torch.step.scale import LossScaler, losses_in
+from polyamp.backends.torch.step.sharding import check_groups
 from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced, note_step
 from polyamp.errors import (
     InvalidValueError,
@@ -64,7 +64,7 @@ from polyamp.scale import StepResult
 from polyamp.settings import LossScale
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.fused import FusedStep
+    from polyamp.backends.torch.step.fused import FusedStep
     from polyamp.policies import Policy
 
 Groups = list[dict[str, Any]]
@@ -375,7 +375,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         if closure is None:
             result = self.make_step(scaled)
         else:
-            from polyamp.backends.torch.closures import step_with_closure  # other programs do not load it
+            from polyamp.backends.torch.step.closures import step_with_closure  # other programs do not load it
 
             result = step_with_closure(self, closure, scaled)
         if self.steps < STEPS or not self.scaler.multiplies:
@@ -550,7 +550,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         if first is None or self.fused_step is False or (self.fused_step is None and not first.is_cuda):
             return None
         if self._fused is None:
-            from polyamp.backends.torch.fused import FusedStep  # other programs do not load the operators
+            from polyamp.backends.torch.step.fused import FusedStep  # other programs do not load the operators
 
             self._fused = FusedStep(self.inner, always=self.fused_step is True)
         return self._fused if self._fused.is_for(first.device) else None
@@ -618,7 +618,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
 
     def join_hook(self, **kwargs: Any) -> Any:
         """Return what a rank does that has no inputs left in ``torch.distributed.algorithms.Join([model, self])``."""
-        from polyamp.backends.torch.joining import JoinedRank  # other programs do not load it
+        from polyamp.backends.torch.step.joining import JoinedRank  # other programs do not load it
 
         inner = getattr(self.inner, "join_hook", None)
         return JoinedRank(self, None if inner is None else inner(**kwargs))

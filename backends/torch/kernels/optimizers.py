@@ -1,6 +1,7 @@
-"""The numbers that the operators ``torch.ops.polyamp.*`` take besides parameters, and the optimizers they come from.
+"""The optimizers that have a fused kernel, and the numbers that the operators ``torch.ops.polyamp.*`` take from them.
 
-They travel as tensors on the CPU, the only kind of list that every binding of PyTorch passes without cost.
+`_RULES` has a row for each optimizer. The numbers travel as tensors on the CPU, the only kind of list that every
+binding of PyTorch passes without cost.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from polyamp.backends.torch.ranks import has_peers
+from polyamp.backends.torch.step.ranks import has_peers
 from polyamp.errors import UsageError
 from polyamp.scale import StepResult
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.optimizer import LossScaledOptimizer
+    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
 
 
 class JoinedRank:

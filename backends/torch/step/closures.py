@@ -17,7 +17,7 @@ from torch import Tensor
 from polyamp.errors import check_callable
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.optimizer import LossScaledOptimizer
+    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
 
 Closure = Callable[[], Any]
 

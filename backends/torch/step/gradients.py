@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.ranks import Decision, RankSet, add_shards_, layout_of, shard_group
+from polyamp.backends.torch.step.ranks import Decision, RankSet, add_shards_, layout_of, shard_group
 from polyamp.backends.torch.unstable import have_flattened
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.passes import Scaling
-    from polyamp.backends.torch.scale import LossScaler
+    from polyamp.backends.torch.step.passes import Scaling
+    from polyamp.backends.torch.step.scale import LossScaler
 
 REAL = frozenset({*SIXTEEN_BIT, torch.float32, torch.float64})
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from polyamp.backends.torch import refusals
 from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.gradients import Gradient
-from polyamp.backends.torch.passes import OBSERVERS, PASSES, Pass, parts_of
-from polyamp.backends.torch.provenance import NEW, WITNESSES
+from polyamp.backends.torch.step import refusals
+from polyamp.backends.torch.step.gradients import Gradient
+from polyamp.backends.torch.step.passes import OBSERVERS, PASSES, Pass, parts_of
+from polyamp.backends.torch.step.provenance import NEW, WITNESSES
 from polyamp.backends.torch.unstable import (
     ask_before_clipping,
     ask_before_joining,
@@ -36,9 +36,9 @@ from polyamp.backends.torch.unstable import (
 from polyamp.errors import UsageError, warn_once
 
 if TYPE_CHECKING:
-    from polyamp.backends.torch.optimizer import LossScaledOptimizer
-    from polyamp.backends.torch.passes import Scaling
-    from polyamp.backends.torch.scale import LossScaler
+    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
+    from polyamp.backends.torch.step.passes import Scaling
+    from polyamp.backends.torch.step.scale import LossScaler
 
 
 Closure = Callable[[], Any]
@@ -97,7 +97,7 @@ def guard(optimizer: LossScaledOptimizer, alive: Collection[LossScaledOptimizer]
 
 
 def _check_join(alive: Iterable[LossScaledOptimizer], joinables: Sequence[Any]) -> None:
-    from polyamp.backends.torch.joining import check_join  # other programs do not load it
+    from polyamp.backends.torch.step.joining import check_join  # other programs do not load it
 
     check_join(joinables, alive)
 

@@ -15,9 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch import passes
 from polyamp.backends.torch.casting import leaves, map_leaves
-from polyamp.backends.torch.guards import LISTENERS
 from polyamp.backends.torch.kernels.control import (
     LOSSES_FINITE,
     SIZE,
@@ -34,8 +32,10 @@ from polyamp.backends.torch.kernels.control import (
     unpack,
     where,
 )
-from polyamp.backends.torch.ranks import Decision, decide, has_peers, report_kept_errors
-from polyamp.backends.torch.refusals import refused_elsewhere, unlike_scales
+from polyamp.backends.torch.step import passes
+from polyamp.backends.torch.step.guards import LISTENERS
+from polyamp.backends.torch.step.ranks import Decision, decide, has_peers, report_kept_errors
+from polyamp.backends.torch.step.refusals import refused_elsewhere, unlike_scales
 from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, warn_once, wrong_type
 from polyamp.formats import in_single
 from polyamp.policies import Policy

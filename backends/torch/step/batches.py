@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.gradients import local
-from polyamp.backends.torch.kernels.arguments import UpdateRule
-from polyamp.backends.torch.ranks import layout_of
+from polyamp.backends.torch.kernels.optimizers import UpdateRule
+from polyamp.backends.torch.step.gradients import local
+from polyamp.backends.torch.step.ranks import layout_of
 from polyamp.backends.torch.unstable import local_shard
 
 Masters = Mapping[int, Tensor]

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from polyamp.agreement import report_disagreement
 from polyamp.errors import no_loss
 from polyamp.policies import Policy
+from polyamp.provenance import ScaledLosses
 from polyamp.scale import advance, can_divide
 from polyamp.settings import LossScale, LossScaleState
 from polyamp.skips import report_limits, report_nonfinite_loss
-from polyamp.unscaled import ScaledLosses
 
 
 def map_values(function: Callable[[Any], Any], grad: Any) -> Any:

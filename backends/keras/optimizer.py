@@ -41,10 +41,10 @@ from polyamp.errors import (
 )
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
+from polyamp.provenance import gradients_in, pairs_in
 from polyamp.scale import StepResult
 from polyamp.settings import LossScale, LossScaleState
 from polyamp.skips import report_limits
-from polyamp.unscaled import gradients_in, pairs_in
 
 
 @keras.saving.register_keras_serializable(package="polyamp")

@@ -14,9 +14,9 @@ from polyamp.backends.tensorflow.scaler import LossScaler
 from polyamp.backends.tensorflow.skipping import places
 from polyamp.errors import UsageError, no_loss_scale, no_method, no_optimizer, wrapped_already
 from polyamp.policies import Policy
+from polyamp.provenance import pairs_in
 from polyamp.scale import StepResult
 from polyamp.settings import LossScale, LossScaleState
-from polyamp.unscaled import pairs_in
 
 _KEPT = 16  # most calls to keep
 

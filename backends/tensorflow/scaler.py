@@ -27,10 +27,10 @@ from polyamp.backends.tensorflow.unstable import is_recording, leave_unconverted
 from polyamp.errors import InvalidTypeError, UsageError, check_master_weights, kind_of, norm_limit
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
+from polyamp.provenance import gradients_in, pairs_in
 from polyamp.scale import StepResult
 from polyamp.settings import LossScale, LossScaleState
 from polyamp.skips import report_limits
-from polyamp.unscaled import gradients_in, pairs_in
 
 SCALE = "dynamic_scale"
 """The name of the variable that holds a loss scale: in polyamp, and in Keras' optimizers."""

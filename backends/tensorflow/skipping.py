@@ -19,9 +19,9 @@ import tensorflow as tf
 from polyamp.backends.tensorflow.graphs.graph import FINITE, UPDATE_SCOPE
 from polyamp.backends.tensorflow.unstable import compiles_by_xla, graphs_around
 from polyamp.errors import PolyampWarning, UnsupportedError, UsageError
+from polyamp.provenance import ScaledLosses
 from polyamp.settings import LossScale
 from polyamp.skips import report_nonfinite_loss
-from polyamp.unscaled import ScaledLosses
 
 # Their workers step at different times, or their replicas share one copy of the variables, or it was never tested.
 _WITHOUT_COMMON_STEP = ("ParameterServerStrategy", "CentralStorageStrategy", "TPUStrategy")

@@ -1,4 +1,4 @@
-"""What an optimizer knows of the gradients that it gets: under which scale they were made.
+"""What gradients are multiplied by, as far as an optimizer of arrays knows: under which scale they were made.
 
 `ScaledLosses` records the scale of the last loss. For example, two losses are scaled by 8, and then two steps are made.
 The first step doubles the scale, and the gradients of the second are still those of a loss times 8.

@@ -1,6 +1,6 @@
 """The optimizers that have a fused kernel, and the numbers that the operators ``torch.ops.polyamp.*`` take from them.
 
-`_RULES` has a row for each optimizer. The numbers travel as tensors on the CPU, the only kind of list that every
+`RULES` has a row for each optimizer. The numbers travel as tensors on the CPU, the only kind of list that every
 binding of PyTorch passes without cost.
 """
 
@@ -103,7 +103,7 @@ def update_rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
     patched = vars(optimizer).get("step")
     if patched is not None and not getattr(patched, "_wrapped_by_lr_sched", False):
         return None
-    return _RULES.get(type(optimizer))
+    return RULES.get(type(optimizer))
 
 
 def _adam(group: Group) -> tuple[Any, ...] | None:
@@ -131,7 +131,7 @@ def _maximize(group: Group) -> int:
     return MAXIMIZE * bool(group["maximize"])
 
 
-_RULES: dict[type, UpdateRule] = {
+RULES: dict[type, UpdateRule] = {
     torch.optim.Adam: UpdateRule("adam_step_", _adam, lambda _: ("exp_avg", "exp_avg_sq"), counts=True, lists=3),
     torch.optim.AdamW: UpdateRule("adam_step_", _adam, lambda _: ("exp_avg", "exp_avg_sq"), counts=True, lists=3),
     torch.optim.SGD: UpdateRule(

@@ -35,7 +35,7 @@ from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.extension import available, status
 from polyamp.backends.torch.kernels.control import applied_flag, check_first_use, scale_on
 from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
-from polyamp.backends.torch.kernels.optimizers import Settings, rules_of, update_rule_of
+from polyamp.backends.torch.kernels.optimizers import RULES, Settings, rules_of, update_rule_of
 from polyamp.backends.torch.step.batches import NO_MASTERS, Batch, Calls, is_dense
 from polyamp.backends.torch.step.gradients import Gradients
 from polyamp.backends.torch.step.overflow import explanation
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
     from polyamp.backends.torch.step.passes import Scaling
 
-_WITH_OPERATORS = "Adam, AdamW and SGD have one, unless a subclass or another library changes their step"
+_WITH_OPERATORS = f"{', '.join(kind.__name__ for kind in RULES)} have one, unless something changes their step"
 _REAL = frozenset({*SIXTEEN_BIT, torch.float32})
 
 
@@ -69,7 +69,7 @@ def why_not_fused(optimizer: LossScaledOptimizer) -> str | None:
     >>> opt.backward(weight.sum())
     >>> opt.step()
     >>> why_not_fused(opt)
-    'NAdam has no operator: Adam, AdamW and SGD have one, unless a subclass or another library changes their step.'
+    'NAdam has no operator: Adam, AdamW, SGD have one, unless something changes their step.'
     """
     if optimizer.fused_step is False:
         return "fused_step=False was given."

@@ -33,26 +33,28 @@ from polyamp.backends.torch.unstable import note_step
 from polyamp.errors import no_optimizer, wrapped_already
 from polyamp.policies import Policy
 
-_WRAPPER = "polyamp_wrapper"
-_OWN = frozenset({_WRAPPER, "step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"})
+_OWN = frozenset({"polyamp_wrapper", "step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"})
 _OF_SCALERS = frozenset({"grad_scale", "found_inf"})  # attributes by which torch's scaler passes its scale
 
 
 class Attached:
     """The part of an attached optimizer's class that passes calls and attributes on; see `attach`."""
 
+    polyamp_wrapper: LossScaledOptimizer
     polyamp_saves_scale = True
 
     param_groups = property(
-        attrgetter(f"{_WRAPPER}.param_groups"),  # without a frame: `asked_by_checkpoint` looks at the caller's
-        lambda self, groups: setattr(vars(self)[_WRAPPER], "param_groups", groups),
+        attrgetter("polyamp_wrapper.param_groups"),  # without a frame: `asked_by_checkpoint` looks at the caller's
+        lambda self, groups: setattr(self.polyamp_wrapper, "param_groups", groups),
     )
-    state = property(attrgetter(f"{_WRAPPER}.state"), lambda self, state: setattr(vars(self)[_WRAPPER], "state", state))
-    _step_supports_amp_scaling = property(attrgetter(f"{_WRAPPER}._step_supports_amp_scaling"))
+    state = property(
+        attrgetter("polyamp_wrapper.state"), lambda self, state: setattr(self.polyamp_wrapper, "state", state)
+    )
+    _step_supports_amp_scaling = property(attrgetter("polyamp_wrapper._step_supports_amp_scaling"))
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Make the wrapper's step; see `LossScaledOptimizer.step`."""
-        wrapper = _wrapper(self)
+        wrapper = self.polyamp_wrapper
         if wrapper.is_stepping:  # a step that another library had replaced on the object
             return type(wrapper.inner).step(wrapper.inner, closure, **kwargs)
         result = self.polyamp_step(wrapper, closure, **kwargs)
@@ -68,21 +70,21 @@ class Attached:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, and start a new window."""
-        _wrapper(self).zero_grad(set_to_none)
+        self.polyamp_wrapper.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with master weights if its parameters have 16 bits."""
-        _wrapper(self).add_param_group(param_group)
+        self.polyamp_wrapper.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapper's state; that of the plain optimizer if there is nothing else to save."""
-        wrapper = _wrapper(self)
+        wrapper = self.polyamp_wrapper
         has_more = self.polyamp_saves_scale or wrapper.masters is not None
         return (wrapper if has_more else wrapper.inner).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state, also of a plain optimizer: then the loss scale stays as it is."""
-        wrapper = _wrapper(self)
+        wrapper = self.polyamp_wrapper
         if isinstance(state_dict, Mapping) and not (self.polyamp_saves_scale and "loss_scale" in state_dict):
             own = wrapper.state_dict()
             scales = {name: value for name, value in own.items() if name.startswith("loss_scale")}
@@ -90,9 +92,9 @@ class Attached:
         wrapper.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or _WRAPPER not in vars(self):
+        if name.startswith("__") or "polyamp_wrapper" not in vars(self):
             raise AttributeError(name)
-        return getattr(_wrapper(self).inner, name)
+        return getattr(self.polyamp_wrapper.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN or isinstance(getattr(type(self), name, None), property):
@@ -107,7 +109,7 @@ class Attached:
             delattr(_holder(self, name), name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _attached, (_wrapper(self), type(self).__bases__[0])
+        return _attached, (self.polyamp_wrapper, type(self).__bases__[0])
 
 
 def attach(
@@ -140,13 +142,13 @@ def check_plain(optimizer: object) -> None:
 
 def wrapper_of(optimizer: object) -> LossScaledOptimizer | None:
     """Return the wrapper that `attach` returned for an optimizer; None for any other object."""
-    return _wrapper(optimizer) if isinstance(optimizer, Attached) else None
+    return optimizer.polyamp_wrapper if isinstance(optimizer, Attached) else None
 
 
 def _become(optimizer: Any, wrapper: LossScaledOptimizer, kind: Any) -> None:
     plain: Any = type(wrapper.inner)
     object.__setattr__(optimizer, "__class__", _class_of(kind, plain))
-    vars(optimizer)[_WRAPPER] = wrapper
+    optimizer.polyamp_wrapper = wrapper
     wrapper.inner.polyamp_hidden = True  # type: ignore[attr-defined]
 
 
@@ -162,12 +164,7 @@ def _class_of(kind: Any, plain: Any) -> type:
     return type(plain.__name__, (kind, plain), {"__module__": plain.__module__, "__qualname__": plain.__qualname__})
 
 
-def _wrapper(optimizer: Any) -> LossScaledOptimizer:
-    wrapper: LossScaledOptimizer = vars(optimizer)[_WRAPPER]
-    return wrapper
-
-
 def _holder(optimizer: Attached, name: str) -> Any:
     """Return the object that has an attribute. The wrapper has a scaler's, so that its step refuses them."""
-    wrapper = _wrapper(optimizer)
+    wrapper = optimizer.polyamp_wrapper
     return wrapper if name in _OF_SCALERS else wrapper.inner

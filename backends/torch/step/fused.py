@@ -86,7 +86,7 @@ def why_not_on(device: torch.device, *, always: bool = False, builds: bool = Tru
     if not (always or device.type == "cuda"):
         return "The step is fused on GPUs; under fused_step=True everywhere, in plain operations if not compiled."
     is_compiled = available(device) if builds else status().library is not None  # loads the extension in any case
-    return None if is_compiled or always else "The operators of the fused step are not compiled: see polyamp doctor."
+    return None if is_compiled or always else "The fused operators are not compiled; polyamp doctor has the reason."
 
 
 class FusedStep:

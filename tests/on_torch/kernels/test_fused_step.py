@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from polyamp.backends.torch import why_not_fused
+from polyamp.backends.torch import adapter, why_not_fused
 from support.torch_kinds import Net
 from support.torch_steps import (
     COVERED,
@@ -282,3 +282,8 @@ def test_the_step_says_why_it_is_not_fused() -> None:
     way.opt.unscale_()
     way.opt.step()
     assert "before the step" in (why_not_fused(way.opt) or "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the step is fused here")
+def test_the_doctor_says_why_steps_are_not_fused_on_this_machine() -> None:
+    assert why_not_fused(wrapped(COVERED["sgd"](network().parameters()), None)) in adapter.describe()["notes"]

@@ -21,14 +21,12 @@ from polyamp.verbs import (
 )
 
 if TYPE_CHECKING:
-    from polyamp.diagnosis.calibrate import calibrate
-    from polyamp.diagnosis.diagnose import diagnose
-    from polyamp.diagnosis.health import health
+    from polyamp.diagnosis.diagnose import calibrate, diagnose
+    from polyamp.diagnosis.health import health, watch
     from polyamp.diagnosis.lint import lint
     from polyamp.diagnosis.parity import parity
     from polyamp.diagnosis.probe import probe
     from polyamp.diagnosis.profile import profile
-    from polyamp.diagnosis.watch import watch
     from polyamp.plan import Plan
     from polyamp.rewriting import explain, rewrite
     from polyamp.version import __version__ as __version__
@@ -69,10 +67,9 @@ _ON_FIRST_USE = {
     "__version__": "version",
     "explain": "rewriting",
     "rewrite": "rewriting",
-    **{
-        verb: f"diagnosis.{verb}"
-        for verb in ("calibrate", "diagnose", "health", "lint", "parity", "probe", "profile", "watch")
-    },
+    "calibrate": "diagnosis.diagnose",
+    "watch": "diagnosis.health",
+    **{verb: f"diagnosis.{verb}" for verb in ("diagnose", "health", "lint", "parity", "probe", "profile")},
 }
 """The module of each name that a training step does not need. It is loaded when the name is used."""
 

@@ -9,8 +9,7 @@ from typing import Any
 import keras
 
 from polyamp.diagnosis.diagnose import diagnose
-from polyamp.diagnosis.health import Health, health
-from polyamp.diagnosis.watch import Explainer
+from polyamp.diagnosis.health import Explainer, Health, health
 from polyamp.errors import InvalidTypeError, check_arguments, check_count
 
 _NO_SCALE_HELPS = ("forward", "layer", "model")
@@ -63,7 +62,7 @@ class HealthCallback(keras.callbacks.Callback):
         )
         self.every = every
         self.batch = batch
-        self._explain = Explainer(lambda *batch: diagnose(self.model, *batch), None)
+        self._explain = Explainer(lambda *batch: diagnose(self.model, *batch))
         self._batches, self._looked = 0, -1
         self._seen, self._is_explained = (0, 0), False
 

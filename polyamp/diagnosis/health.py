@@ -1,23 +1,38 @@
 """The health of training with a loss scale, from the counters that every step keeps on the device.
 
 For example, "skipped 9 (7 calibrating, 2 periodic)" is healthy: seven steps were skipped while the scale came down from
-its first value, and two after a growth that was too much. Other skipped steps count as unexpected.
+its first value, and two after a growth that was too much. Other skipped steps count as unexpected. `watch` reads the
+counters during training, and lets `polyamp.diagnose` explain a run of skipped steps.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, TypeVar
 
-from polyamp.adapters import adapter_for
-from polyamp.errors import InvalidTypeError, check_arguments, refuses_unreadable
+from polyamp.adapters import adapter_for, adapter_within, check_backend
+from polyamp.diagnosis.diagnose import Verdict, diagnose
+from polyamp.diagnosis.probe import Probe
+from polyamp.errors import (
+    InvalidTypeError,
+    PolyampError,
+    check_arguments,
+    check_callable,
+    check_count,
+    refuses_unreadable,
+    unknown_options,
+)
+from polyamp.policies import Policy
+from polyamp.policies import policy as make_policy
 from polyamp.report import Report, finite, power
 from polyamp.settings import LossScale, LossScaleState
+from polyamp.skips import report_verdict
 
-if TYPE_CHECKING:
-    from polyamp.diagnosis.probe import Probe
-
+Step = TypeVar("Step", bound=Callable[..., Any])
 State = Literal["ok", "calibrating", "spiral", "underflowing", "frozen"]
 
 SPIRAL = 3
@@ -226,3 +241,106 @@ def health(holder: Any, probe: Probe | None = None) -> Health:
     adapter = adapter_for(None, holder, where="health(holder)")
     settings, counters = adapter.loss_scale_of(holder)
     return Health(settings, counters, probe)
+
+
+@dataclass
+class Explainer:
+    """A callable that delivers a verdict on a run of skipped steps, once per run."""
+
+    diagnose: Callable[..., Verdict]
+    on_verdict: Callable[[Verdict], object] = report_verdict
+    explained: int | None = None  # the step before the last run that was explained
+
+    def __call__(self, found: Health, *args: Any, **kwargs: Any) -> None:
+        """Explain the run of skips before a step with these arguments, unless that was done already."""
+        explained, self.explained = self.explained, found.steps - found.skipped_in_a_row
+        if explained == self.explained:
+            return
+        try:
+            verdict = self.diagnose(*args, **kwargs)
+        except PolyampError as error:
+            report_verdict(error)
+        else:
+            self.on_verdict(verdict)
+
+
+@refuses_unreadable
+def watch(
+    step: Step,
+    holder: Any = None,
+    *,
+    after: int = 4,
+    on_verdict: Callable[[Verdict], object] | None = None,
+    policy: Policy | str | None = None,
+    scale: float | None = None,
+    backend: str | None = None,
+    **mistaken: Any,
+) -> Step:
+    """Wrap a training step so that it is diagnosed automatically if several steps in a row are skipped.
+
+    At every ``after``-th call the loss scale's counters are read, which waits for the device. If at least ``after``
+    steps in a row were skipped, `polyamp.diagnose` examines the step with that call's arguments before it runs, once
+    per run of skips. The step and its result do not change.
+
+    >>> import torch
+    >>> from polyamp import wrap_optimizer
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> opt = wrap_optimizer(torch.optim.SGD([weight], lr=0.1), "mixed_float16")
+    >>> def step(x):
+    ...     opt.zero_grad()
+    ...     opt.backward((weight * x).sum())
+    ...     opt.step()
+    >>> step = watch(step, opt)
+    >>> step(torch.ones(2))
+
+    Args:
+        step: a training step, as `polyamp.diagnose` takes it.
+        holder: the object that `polyamp.health` takes: the wrapped optimizer or the loss scaler. In JAX, where states
+            are values, it may be the optimizer, its state or None: the state is searched for in the step's arguments,
+            and then in its last result; donated buffers are read while they still exist.
+        after: skipped steps in a row that trigger a diagnosis.
+        on_verdict: receives the verdict; None issues it as a `PolyampWarning`.
+        policy, scale, backend: passed to `polyamp.diagnose`.
+        **mistaken: other options: refused.
+
+    Raises:
+        InvalidTypeError: ``step`` or ``on_verdict`` is not callable, or ``after`` is not an integer.
+        InvalidValueError: ``after`` is less than 1, or the policy is unknown.
+        UnsupportedError: an option does not exist.
+        PolyampError: at the first check, as `polyamp.health`, if nothing holds a loss scale.
+    """
+    check_callable(step, where="watch(step)", allowed="a function", fix="give the training step itself")
+    tell = report_verdict if on_verdict is None else on_verdict
+    check_callable(tell, where="watch(on_verdict=)", allowed="a function of a Verdict", fix="give print, for example")
+    check_count("after", after, where="watch(after=)")
+    if mistaken:
+        options = ("after", "on_verdict", "policy", "scale", "backend")
+        raise unknown_options([*mistaken], options, where="watch(step, holder)")
+    check_backend(backend)
+    chosen = None if policy is None else make_policy(policy)
+    explain = Explainer(functools.partial(diagnose, step, policy=chosen, scale=scale, backend=backend), tell)
+    is_value = holder is None or hasattr(adapter_within(holder), "holds_loss_scale")
+    calls, returned = itertools.count(1), None
+
+    @functools.wraps(step)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal returned
+        if next(calls) % after == 0:
+            places = ((args, kwargs), returned, holder)
+            try:
+                found = health(next(filter(_holds_scale, places), places) if is_value else holder)
+            except PolyampError as error:
+                error.add_note("in polyamp.watch: pass the optimizer. In JAX, let the step take and return its state")
+                raise
+            if found.skipped_in_a_row >= after:
+                explain(found, *args, **kwargs)
+        result = step(*args, **kwargs)
+        returned = result if is_value else None
+        return result
+
+    return watched  # type: ignore[return-value]
+
+
+def _holds_scale(tree: Any) -> bool:
+    adapter = adapter_within(tree)
+    return adapter is not None and hasattr(adapter, "holds_loss_scale") and bool(adapter.holds_loss_scale(tree))

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 import polyamp
 from polyamp import LossScale, advance
-from polyamp.diagnosis.health import FINDINGS, Health, health
+from polyamp.diagnosis.health import FINDINGS, Health, health, watch
 from polyamp.diagnosis.spread import Window
-from polyamp.diagnosis.watch import watch
 from support.loss_scale_cases import TRACES, any_numbers, powers_of_two, read, walk
 
 QUICK = {"init": 2.0**16, "interval": 3, "on_min": "ignore"}

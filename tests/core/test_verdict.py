@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from polyamp import policy
-from polyamp.diagnosis.calibrate import Calibration, calibrate
-from polyamp.diagnosis.diagnose import Verdict
+from polyamp.diagnosis.diagnose import Calibration, Verdict, calibrate
 from polyamp.diagnosis.probe import Probe
 from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observation
 from polyamp.errors import InvalidTypeError, InvalidValueError

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import sub
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from polyamp.diagnosis.equivalence import FEWEST_TO_AGREE, Difference, alpha_at, paired, seeds_to_tell
@@ -107,14 +108,18 @@ class Comparison:
         asked = self.question
         return asked.margin * abs(asked.mean(self.reference)) if asked.is_share else asked.margin
 
+    @property
+    def differences(self) -> list[float]:
+        """The difference of each seed from float32, if it is finite."""
+        values = ([run.value(self.question.metric) for run in runs] for runs in (self.runs, self.reference))
+        return list(filter(math.isfinite, map(sub, *values)))
+
     @cached_property
     def difference(self) -> Difference | None:
         """The mean difference from float32 with its interval; None with fewer than two seeds or after divergence."""
-        asked = self.question
-        values, reference = ([run.value(asked.metric) for run in runs] for runs in (self.runs, self.reference))
-        if len(values) < 2 or not all(map(math.isfinite, values + reference)):
+        if self.seeds < 2 or len(self.differences) < self.seeds:
             return None
-        return paired(values, reference, alpha=self._alpha or asked.alpha)
+        return paired(self.differences, alpha=self._alpha or self.question.alpha)
 
     @property
     def verdict(self) -> Verdict:
@@ -237,11 +242,7 @@ class Parity(Report):
         asked = self.question
         return {
             "name": self.name,
-            "metric": asked.metric,
-            "better": asked.better,
-            "alpha": asked.alpha,
-            "seeds": asked.seeds,
-            "stop_early": asked.stop_early,
+            **vars(asked),
             "verdict": self.verdict,
             "float32": {"mean": finite(asked.mean(self.float32)), "runs": asked.as_json(self.float32)},
             "comparisons": [{**way.as_dict(), "can_tell": self.can_tell(way)} for way in self.comparisons],
@@ -295,17 +296,18 @@ class Parity(Report):
         limit = finite(self.ways[0].limit) or 0.0  # not known if it is a share and float32 diverged
         axis.axvspan(-limit, limit, color=COLOURS["equivalent"], alpha=0.12, lw=0, label="margin")
         axis.axvline(0, color="black", lw=0.8)
-        shown = [way.difference for way in self.comparisons if way.difference is not None]
-        reach = max([2 * limit, *(1.3 * max(abs(one.low), abs(one.high)) for one in shown)])
-        if reach:
-            axis.set_xlim(-reach, reach)  # a control that fails may lie far outside
         for place, way in enumerate(self.ways):
-            _draw(axis, place, way)
+            colour, found = COLOURS[way.verdict], way.difference
+            axis.plot(way.differences, [place] * len(way.differences), "|", color=colour, alpha=0.6, ms=10)
+            if found is not None:
+                axis.errorbar(found.mean, place, xerr=found.reach, fmt="o", color=colour, capsize=4)
+        shown = [one.difference for one in self.comparisons if one.difference is not None]
+        if reach := max([2 * limit, *(1.3 * max(abs(one.low), abs(one.high)) for one in shown)]):
+            axis.set_xlim(-reach, reach)  # a control that fails may lie far outside
         labels = [f"{'control: ' if way.control else ''}{way.name}\n{way.verdict}" for way in self.ways]
         axis.set_yticks(range(len(labels)), labels)
-        axis.set_ylim(len(labels) - 0.5, -0.5)
         axis.set(xlabel=f"{self.question.metric}: difference from float32", title=self.name)
-        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_ylim(len(labels) - 0.5, -0.5)
         axis.legend(frameon=False, fontsize=9, loc="lower right")
         save_figure(figure, path)
 
@@ -338,16 +340,3 @@ def _conclusion(one: Comparison) -> str:
     if not reason and one.verdict == "equivalent" and found is not None and (found.low > 0 or found.high < 0):
         reason = f"the difference, {found.mean:+.2g}, is more than chance"
     return f"{one.name} {said[one.verdict]}{f': {reason}' if reason else ''}."
-
-
-def _draw(axis: Any, place: int, way: Comparison) -> None:
-    colour, found, metric = COLOURS[way.verdict], way.difference, way.question.metric
-    pairs = zip(way.runs, way.reference, strict=True)
-    seeds = list(filter(math.isfinite, (run.value(metric) - other.value(metric) for run, other in pairs)))
-    axis.plot(seeds, [place] * len(seeds), "|", color=colour, alpha=0.6, ms=10)
-    if found is not None:
-        axis.errorbar(found.mean, place, xerr=found.reach, fmt="o", color=colour, capsize=4)
-        left, right = axis.get_xlim()
-        if found.low > right or found.high < left:
-            edge, side = (right, "right") if found.mean > 0 else (left, "left")
-            axis.annotate("outside", (edge, place), color=colour, ha=side, va="center")

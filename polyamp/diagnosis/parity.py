@@ -49,6 +49,12 @@ from polyamp.settings import LossScale
 FLOAT32 = make_policy("float32")
 Key = tuple[str, str, int]  # of a kept run: the training function, the policy and the seed
 
+CONTROLS: Mapping[str, Mapping[str, Any]] = {
+    "no loss scaling": {"loss_scale": LossScale.fixed(1)},  # of policies that compute in float16
+    "all in 16 bits": {"rules": {"*": "lower"}},
+}
+"""The negative controls: what makes a policy worse on purpose."""
+
 # fmt: off
 HIGHER = frozenset((
     "accuracy", "acc", "auc", "auprc", "auroc", "bleu", "chrf", "dice", "f1", "iou", "kappa", "map", "mcc",
@@ -128,17 +134,24 @@ def parity(
     Sources: the tests are Schuirmann's (1987), in the form of confidence intervals; negative and positive controls as
     in any assay (Lipsitch and others 2010).
     """
-    is_known = better is None or (isinstance(better, str) and better in ("higher", "lower"))
-    words: dict[str, tuple[object, bool, str]] = {
-        "metric": (metric, isinstance(metric, str | None), "the name of a metric, or None"),
-        "better": (better, is_known, '"higher", "lower" or None'),
-        "controls": (controls, isinstance(controls, bool), "True or False"),
-        "stop_early": (stop_early, isinstance(stop_early, bool), "True or False"),
-        "keep": (keep, isinstance(keep, str | PathLike | None), "the path of a file, or None"),
-        "progress": (progress, isinstance(progress, bool) or callable(progress), "True, False or a function"),
-    }
-    check_arguments("parity", [(name, *rest) for name, rest in words.items()])
-    policies = _checked(policy, seeds, alpha, first_seed)
+    given = list(policy) if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy]
+    policies = list(dict.fromkeys(map(sixteen_bit, given)))
+    are_low = bool(policies) and all(format_of(one.compute).is_low for one in policies)
+    is_direction = better is None or (isinstance(better, str) and better in ("higher", "lower"))
+    checks = [
+        ("policy", list(map(str, policies)), are_low, "policies of 16 bits; float32 is trained in any case"),
+        ("metric", metric, isinstance(metric, str | None), "the name of a metric, or None"),
+        ("better", better, is_direction, '"higher", "lower" or None'),
+        ("controls", controls, isinstance(controls, bool), "True or False"),
+        ("stop_early", stop_early, isinstance(stop_early, bool), "True or False"),
+        ("first_seed", first_seed, is_integer(first_seed) and abs(first_seed) < 2**63, "an integer of 64 bits"),
+        ("keep", keep, isinstance(keep, str | PathLike | None), "the path of a file, or None"),
+        ("progress", progress, isinstance(progress, bool) or callable(progress), "True, False or a function"),
+    ]
+    check_arguments("parity", checks)
+    check_count("seeds", seeds, where="parity(seeds=)")
+    check_range("seeds", seeds, FIRST_LOOK, 10_000, where="parity(seeds=)")
+    check_range("alpha", alpha, 1e-6, 0.49, where="parity(alpha=)")
     student()  # if scipy is missing, this fails now and not after hours of training
     amount, is_share = _margin(margin)
     question = Question(amount, is_share, metric or "", better or "lower", seeds, alpha, stop_early)
@@ -253,27 +266,6 @@ class _Study:
         return Parity(self.name, self.question, tuple(self.float32), tuple(map(self.compare, self.runs)))
 
 
-def _checked(
-    policy: Policy | str | Sequence[Policy | str] | None,
-    seeds: object,
-    alpha: object,
-    first_seed: object,
-) -> list[Policy]:
-    """Return the policies, once every argument is known to be right."""
-    given = list(policy) if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy]
-    chosen = list(dict.fromkeys(map(sixteen_bit, given)))
-    check_count("seeds", seeds, where="parity(seeds=)")
-    check_range("seeds", seeds, FIRST_LOOK, 10_000, where="parity(seeds=)")
-    check_range("alpha", alpha, 1e-6, 0.49, where="parity(alpha=)")
-    are_low = bool(chosen) and all(format_of(one.compute).is_low for one in chosen)
-    checks = [
-        ("policy", list(map(str, chosen)), are_low, "policies of 16 bits; float32 is trained in any case"),
-        ("first_seed", first_seed, is_integer(first_seed) and abs(first_seed) < 2**63, "an integer of 64 bits"),
-    ]
-    check_arguments("parity", checks)
-    return chosen
-
-
 def _margin(given: float | str) -> tuple[float, bool]:
     """Return the margin, and whether it is a share of float32's mean."""
     is_share = isinstance(given, str) and given.strip().endswith("%")
@@ -289,12 +281,9 @@ def _margin(given: float | str) -> tuple[float, bool]:
 
 def _variants(policy: Policy, controls: bool) -> dict[str, Policy]:
     """Return the policy and its negative controls by name. The policy's own name is empty."""
-    variants = {"": policy}
-    if controls and policy.compute == "float16":
-        variants["no loss scaling"] = make_policy(policy, loss_scale=LossScale.fixed(1))
-    if controls:
-        variants["all in 16 bits"] = make_policy(policy, rules={"*": "lower"})
-    return {name: variant for name, variant in variants.items() if not name or variant != policy}
+    wanted = {name: one for name, one in CONTROLS.items() if policy.compute == "float16" or "rules" in one}
+    changed = {name: make_policy(policy, **one) for name, one in wanted.items() if controls}
+    return {"": policy} | {name: variant for name, variant in changed.items() if variant != policy}
 
 
 def better_of(metric: str) -> Better:

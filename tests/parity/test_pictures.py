@@ -121,4 +121,3 @@ def test_a_parity_has_the_interval_of_each_way_and_room_for_those_of_policies(dr
     ]
     assert [bars.lines[0].get_xdata()[0] for bars in axis.containers] == pytest.approx([0.2, 4.1, -4.1])
     assert axis.get_xlim() == (-1.0, 1.0)  # twice the margin; the controls are outside
-    assert [(text.get_text(), text.xy) for text in axis.texts] == [("outside", (1.0, 1)), ("outside", (-1.0, 2))]

@@ -150,9 +150,10 @@ class Passes:
             found.entry.has_arrived = True
         return found
 
-    def since(self, count: int) -> list[Scaling]:
-        """Return the scalings of the latest passes since the count."""
-        found = [one.scaling for one in self.latest if one.number > count]
+    def since(self, count: int, *, unobserved: bool = False) -> list[Scaling]:
+        """Return the scalings of the latest passes since the count: of all, or of those that no parameter observed."""
+        latest = (one for one in self.latest if one.number > count)
+        found = [one.scaling for one in latest if not (unobserved and one.has_arrived)]
         return found or [*filter(None, [self.unmarked_since(count)])]
 
     def unmarked_since(self, count: int) -> Scaling | None:

@@ -216,7 +216,7 @@ class Witness:
 
     def _unobserved_scalings(self) -> list[Scaling]:
         """Return the scalings that gradients may have that no hook has seen."""
-        return self._scalings_by_hand() or PASSES.since(self._opened_at)
+        return self._scalings_by_hand() or PASSES.since(self._opened_at, unobserved=True)
 
     def _scalings_by_hand(self) -> list[Scaling]:
         return [one.scaling for one in self._added_by_hand() if one.scaling is not None]

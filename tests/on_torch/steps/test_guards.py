@@ -278,6 +278,19 @@ def test_a_failed_pass_does_not_hide_the_next_unscaled_one() -> None:
     refused(opt, opt.step)
 
 
+@FUSED
+def test_what_the_last_step_left_stays_refused_after_another_optimizer_has_trained(fused: bool | None) -> None:
+    first, second = linear(), linear()
+    opt, other = wrap(first, fused_step=fused), wrap(second, fused_step=fused)
+    opt.backward(loss_of(first))
+    opt.step()
+    next(first.parameters()).grad = None
+    refused(opt, opt.step)
+    other.backward(loss_of(second))
+    other.step()
+    refused(opt, opt.step)
+
+
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_gradients_after_those_of_the_last_step_are_refused_unless_somebody_says_what_they_are(policy: str) -> None:
     model = linear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -103,14 +104,8 @@ class Findings(Report):
 
     def heading(self) -> str:
         """Return how many findings there are of each severity."""
-        kinds = (("error", self.errors), ("warning", self.warnings), ("note", self.notes))
-        found = ", ".join(plural(len(each), name) for name, each in kinds if each)
+        found = ", ".join(plural(count, severity) for severity, count in Counter(one.severity for one in self).items())
         return f"{self.framework}, {self.policy}: {found or 'nothing found'}"
-
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the findings as a table; empty if there are none."""
-        each = [(one.severity, one.code, one.what, one.where, one.fix) for one in self]
-        return [("severity", "code", "what", "where", "to do"), *each] if each else []
 
     def table(self) -> str:
         """Return the findings as text, one paragraph each, since they are long."""

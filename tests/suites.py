@@ -3,10 +3,12 @@
     python tests/suites.py             all of them, as the tox environment `all` does
     python tests/suites.py jax keras   these two
 
-A suite that passes is one line; of one that fails, all its output is shown. Arguments after ``--`` go to every pytest.
+Of a suite that passes, the last line and the slowest tests are shown; of one that fails, all its output. Arguments after
+``--`` go to every pytest.
 """
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -30,6 +32,8 @@ PYTEST = {  # the longest first, so that the processors end together
     # the examples of public names; the conftest is named because the package lies outside tests/
     "doctests": ["--suite=parity", "--doctest-modules", "--ignore-glob=*/integrations/*", f"{TESTS}/conftest.py"],
 }
+SLOW = re.compile(r"^[\d.]+s (?:call|setup) .*$", re.MULTILINE)  # lines of pytest's --durations
+
 COMMANDS = {  # of the installed wheel, as its users run them: where no checkout is
     "doctor": ["polyamp", "doctor"],
     "demo": ["polyamp", "demo", "--framework=torch", "--steps=2"],
@@ -72,6 +76,8 @@ def main(arguments: list[str]) -> int:
                 print(output)
             last = next((line for line in reversed(output.splitlines()) if line.strip()), "")
             print(f"{name:15} {seconds:5.0f} s  status {status}  {last.strip(' =')}", flush=True)
+            for line in () if status else SLOW.findall(output)[:8]:
+                print(f"{'':15} {line}")
     print(f"failed: {', '.join(failed)}" if failed else "all passed")
     return 1 if failed else 0
 

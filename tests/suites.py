@@ -3,8 +3,8 @@
     python tests/suites.py             all of them, as the tox environment `all` does
     python tests/suites.py jax keras   these two
 
-Of a suite that passes, the last line and the slowest tests are shown; of one that fails, all its output. Arguments after
-``--`` go to every pytest.
+Of a suite that passes, the last line and the slowest tests are shown; of one that fails, all its output. Arguments
+after ``--`` go to every pytest.
 """
 
 import os

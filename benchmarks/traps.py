@@ -115,7 +115,8 @@ No rule for formats helps where the program itself needs more than 16 bits:
 - `2 * a * b / (a + b)` (a harmonic mean, an F-measure) overflows from 256 on. Write `2 / (1 / a + 1 / b)`.
 - Differences of function values, `sin(y + 0.001) - sin(y)`: the step is lost beside `y`. Use the derivative.
 - The gradients of products that cancel, as in `mean(a @ a.T) + mean(b @ b.T) - 2 * mean(a @ b.T)`: each is rounded
-  before they are added. Subtract the means instead.
+  before they are added. Subtract the means instead. So are those of `y @ solve(y.T @ y + c, y.T @ target)`, predictions
+  for the examples that were fitted, which hardly depend on `y`: a rule `"full"` for the layer that makes `y` cures it.
 - A constant that is added to a 16-bit value and removed by a minimum or maximum, as in `(y - min(y)) / (max(y) -
   min(y))`, leaves the roundings of the sum. Differences with means and with other values are computed in float32.
 - Small steps in a Python loop, `y = y + 0.005 * f(y)`, are float32 where a program is rewritten. Under ambient autocast

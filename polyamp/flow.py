@@ -24,8 +24,8 @@ READ_IN_FULL = "read by full work alone"
 """What `polyamp.readers.look` finds about a product that is computed inside the full work that reads it."""
 IN_DISTANCE = "subtracted from squares of its operands"
 """What it finds about the product in a squared distance that is written out."""
-SOLVED = "read by solvers alone"
-"""What it finds about a product of matrices that solvers and factorizations read."""
+SOLVED = "read by solvers"
+"""What it finds about a product of matrices or a difference that solvers and factorizations read."""
 IN_QUOTIENT = "a quotient of products"
 """What it finds about a product of matrices that divides, what it divides, and the products that these multiply."""
 READ_IN_NORMS = "read by full work and norms alone"
@@ -65,7 +65,8 @@ class Value(NamedTuple):
     """The facts that the flow rule records about one floating value."""
 
     state: str = "weak"
-    # the canonical operation, or the declared type, that the state comes from; empty for a ``weak`` value
+    # the canonical operation, or the declared type, that the state comes from; for a ``weak`` value only the operation
+    # that joined parameters or constants to a low value
     maker: str = ""
     unfit: str = ""  # why the compute format cannot hold the value; empty if it can
     role: str = ""
@@ -138,6 +139,9 @@ def table(values: Any, compute: str, *, divides: bool = False) -> Value:
 
 _SATURATING = frozenset({"sigmoid", "tanh", "erf"})
 _PRODUCTS = frozenset({"matmul", "conv"})
+SOLVERS = frozenset(
+    {"cholesky", "det", "eigh", "inverse", "lstsq", "lu", "matrix_sqrt", "qr", "solve", "svd", "triangular_solve"}
+)
 _WEIGHTS = frozenset({"table", "weights"})
 _POINTWISE = frozenset(
     {"add", "sub", "mul", "div", "neg", "abs", "relu", "sqrt", "where", "clip", "maximum", "minimum"}
@@ -216,7 +220,8 @@ def flow(
     # multiplying such an input. An operation that is ``full`` only because of its range is ``full`` only in formats
     # with a range narrower than that of float32. A norm that is written out returns low values, but is computed in
     # float32 (see the end of this file). A product with constant weights is an average: it follows strong data. One
-    # of computed weights alone stays as declared, and one of strong values alone, such as probabilities, is strong.
+    # of computed weights alone stays as declared, and one of strong values alone, such as probabilities, is strong. In
+    # a backward pass, where most gradients are strong, only one with what a solver returned is.
     #
     # Source: the classes are those of `polyamp.operations`. TensorFlow's pass also distinguishes values that are
     # float32 by declaration from values that need float32: it paints a whole graph
@@ -270,7 +275,7 @@ def _by_class(decision: Decision, inputs: Sequence[Value], compute: str, gradien
             return _follow(inputs[:1], compute)
         return _inner(operation, inputs, compute)
     if op_class == "promote" and {value.state for value in inputs} == {"low", "weak"}:
-        return "float32", WEAK, "its widest input is float32"
+        return "float32", Value(maker=operation), "its widest input is float32"
     return _follow(inputs, compute)
 
 
@@ -278,13 +283,13 @@ def _is_asked(operation: str, op_class: str, inputs: Sequence[Value], gradient: 
     """Return whether an operation is in float32 because of what becomes of its result."""
     if asked == ACCUMULATES:
         return op_class in ("follow", "neutral", "promote")
+    of_lows = all(value.state == "low" for value in inputs[:2])
     if asked in (IN_DISTANCE, SOLVED):
-        return op_class == "lower" or operation == "mul"
+        return op_class == "lower" or operation == "mul" or (operation == "sub" and of_lows)
     if asked and gradient and op_class == "lower":  # as its forward product
         return True
     if asked == IN_QUOTIENT:
-        return op_class == "lower" and all(value.state != "weak" for value in inputs)
-    of_lows = all(value.state == "low" for value in inputs[:2])
+        return op_class == "lower" and all(value.state != "weak" or value.maker for value in inputs)
     return of_lows and (asked == SMALL_STEPS or (asked == READ_IN_FULL and operation in ("mul", "matmul")))
 
 
@@ -314,7 +319,8 @@ def _wide_product(operation: str, inputs: Sequence[Value], gradient: bool) -> _C
     """Decide a product of strong values, or of computed weights alone, and an average of strong values."""
     if inputs and all(value.role == "weights" for value in inputs):
         return "float32", WEAK, "as declared"
-    if operation in _PRODUCTS and not gradient and {value.state for value in inputs} == {"strong"}:
+    solved = any(value.maker in SOLVERS for value in inputs)
+    if operation in _PRODUCTS and (solved or not gradient) and {value.state for value in inputs} == {"strong"}:
         return _strong(inputs[0].maker, f"after {inputs[0].maker}")
     strong = _first([value for value in inputs if value.role not in _WEIGHTS], "strong")
     if strong is None or not _averages(operation, inputs):
@@ -345,7 +351,8 @@ def _follow(inputs: Sequence[Value], compute: str) -> _Choice:
         return _strong("an input", _NEXT_TO_INPUT)
     if low:
         return compute, Value("low", low.maker), f"next to {low.maker}"
-    return "float32", INPUT if data else WEAK, "as declared"
+    joined = next((value.maker for value in inputs if value.state == "weak" and value.maker), "")
+    return "float32", INPUT if data else Value(maker=joined), "as declared"
 
 
 def _as_written(decision: Decision, inputs: Sequence[Value], foreign: Value | None) -> Decision:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from polyamp.errors import InvalidValueError
 
-RULE_VERSION = 5
+RULE_VERSION = 6
 """The version of the flow rule and of this table, which published numbers carry."""
 
 CLASSES: dict[str, str] = {

@@ -9,8 +9,9 @@ The flow rule goes forward, so it does not know what becomes of a value. Eight p
   is much smaller than both.
 - A product that is subtracted from squares of its own operands, as in ``|a|^2 + |b|^2 - 2ab``, is in float32: the
   distance may be much smaller than all three.
-- A product of matrices that solvers and factorizations alone read, such as ``x.T @ x`` of least squares, is in float32:
-  they multiply its rounding by the condition of the matrix, and it may not be positive definite any more.
+- A product of matrices that solvers or factorizations read, such as ``x.T @ x`` of least squares, is in float32: they
+  multiply its rounding by the condition of the matrix, and it may not be positive definite any more. So are differences
+  of which they read a function, and the scores in it, as in a kernel ``exp(-|a - b|^2)``.
 - A value from which a mean or an equal term is subtracted, and that full work alone reads, is held in float32: what is
   left may be much smaller.
 - A sum of a value and a small multiple of another, such as a step of a solver, is in float32.
@@ -33,6 +34,7 @@ from polyamp.flow import (
     READ_IN_NORMS,
     SMALL_STEPS,
     SOLVED,
+    SOLVERS,
     Value,
     statistic,
 )
@@ -52,11 +54,9 @@ _SCORING = frozenset(
 _SMALL = 2.0**-5  # of a step: in bfloat16 it would lose half of its bits and more
 _LOW = Value("low")
 _PASSING = frozenset({"follow", "neutral", "promote"})
+_COMPUTING = _PASSING | {"full", "inner"}
 
 _PRODUCTS = frozenset({"matmul", "tensordot", "conv", "bilinear"})
-_SOLVERS = frozenset(
-    {"cholesky", "det", "eigh", "inverse", "lstsq", "lu", "matrix_sqrt", "qr", "solve", "svd", "triangular_solve"}
-)
 _SQUARES = frozenset({"square", "pow", "norm"})
 _JOINING = frozenset({"concat", "stack", "tile", "diagonal"})
 _ADDING = _MOVES | _JOINING | {"add", "sub"}
@@ -100,15 +100,21 @@ def look(
     """
     variable = [read._replace(inputs=[value for value in read.inputs if value not in constants]) for read in reads]
     found = dict.fromkeys(_divisors(reads, constants), DIVIDES)
-    sums = {value for read in reads if read.operation in _PRODUCTS for value in read.outputs}
+    sums, scores, differences = (_made_by(reads, names) for names in (_PRODUCTS, _SCORING, ("sub",)))
+    solved, behind = _solved(variable)
     found |= dict.fromkeys(_read_in_full(variable, results) - sums, READ_IN_FULL)
-    found |= dict.fromkeys(_read_in_full(variable, results, but=_SCORING) & sums, READ_IN_FULL)
-    found |= dict.fromkeys(_solved(variable, results), SOLVED)
+    found |= dict.fromkeys(_read_in_full(variable, results, but=scores - solved - behind) & sums, READ_IN_FULL)
+    found |= dict.fromkeys(solved, SOLVED)
     found |= dict.fromkeys(_read_in_norms(variable, results), READ_IN_NORMS)
     found |= dict.fromkeys(_steps(variable), SMALL_STEPS)
     found |= dict.fromkeys(_in_quotients(variable), IN_QUOTIENT)
     found |= dict.fromkeys(_in_distances(reads, constants, number), IN_DISTANCE)
+    found |= dict.fromkeys((solved | behind) & differences, SOLVED)
     return found | dict.fromkeys(_accumulated(variable, written), ACCUMULATES)
+
+
+def _made_by(reads: Sequence[Read], operations: Collection[str]) -> set[Hashable]:
+    return {value for read in reads if read.operation in operations for value in read.outputs}
 
 
 def _divisors(reads: Sequence[Read], constants: Collection[Hashable]) -> set[Hashable]:
@@ -123,11 +129,14 @@ def _divisors(reads: Sequence[Read], constants: Collection[Hashable]) -> set[Has
     return found.intersection(constants)
 
 
-def _read_in_full(reads: Sequence[Read], results: Collection[Hashable], but: Collection[str] = ()) -> Set[Hashable]:
+def _read_in_full(
+    reads: Sequence[Read], results: Collection[Hashable], but: Set[Hashable] = frozenset()
+) -> Set[Hashable]:
+    """Return the values that full work alone reads; what makes one of the values ``but`` does not count as such."""
     differences = _differences(reads)
 
     def wants(read: Read, after: int) -> int:
-        if read.operation in but:
+        if not but.isdisjoint(read.outputs):
             return _NO
         if read.op_class == "full" or read.operation == "sqrt" or not differences.isdisjoint(read.outputs):
             return _YES
@@ -137,13 +146,16 @@ def _read_in_full(reads: Sequence[Read], results: Collection[Hashable], but: Col
     return _wanted(reads, results, wants).keys()
 
 
-def _solved(reads: Sequence[Read], results: Collection[Hashable]) -> list[Hashable]:
-    """Return the values that solvers and factorizations alone read, also after they were moved, added or scaled."""
-
-    def wants(read: Read, after: int) -> int:
-        return _YES if read.operation in _SOLVERS else after if read.op_class in _PASSING else _NO
-
-    return list(_wanted(reads, results, wants))
+def _solved(reads: Sequence[Read]) -> tuple[set[Hashable], set[Hashable]]:
+    """Return the values that solvers and factorizations read, and what these are functions of, up to products."""
+    found: set[Hashable] = set()
+    behind: set[Hashable] = set()
+    for read in reversed(reads):
+        if read.operation in SOLVERS or (read.op_class in _PASSING and not found.isdisjoint(read.outputs)):
+            found.update(read.inputs)
+        elif read.op_class in _COMPUTING and not (found | behind).isdisjoint(read.outputs):
+            behind.update(read.inputs)
+    return found, behind
 
 
 def _read_in_norms(reads: Sequence[Read], results: Collection[Hashable]) -> list[Hashable]:

@@ -356,13 +356,21 @@ def test_a_product_that_sums_nothing_is_a_mul_and_dot_products_of_equal_rows_are
         (("g = matmul t a", "c = cholesky g"), "g"),
         (("g = matmul t a", "k = mul g s", "r = add k i", "c = solve r b"), "g k r"),
         (("g = matmul t a", "r = matmul t b", "c = cholesky g", "x = triangular_solve c r"), "g r"),
-        (("g = matmul t a", "c = cholesky g", "y = add g b"), ""),
+        (("g = matmul t a", "c = cholesky g", "y = matmul g b"), "g"),  # whatever else reads it
+        (("d = sub a b", "q = square d", "k = exp q", "r = add k i", "c = solve r b"), "d k r"),
+        (("g = matmul t a", "k = exp g", "c = cholesky k"), "k"),  # `g` is read in full
+        (("d = sub a b", "g = matmul d a", "c = cholesky g"), "g"),
         (("g = matmul t a", "r = relu g", "s = sum r"), ""),
     ],
 )
-def test_a_product_is_found_that_solvers_alone_read(program: tuple[str, ...], found: str) -> None:
+def test_what_solvers_read_is_found(program: tuple[str, ...], found: str) -> None:
     asked = look(reads(*program), results=[program[-1].split()[0]], constants=[], written={})
     assert {value for value, what in asked.items() if what == SOLVED} - set("abist") - {"c"} == set(found.split())
+
+
+def test_a_score_that_solvers_read_is_read_in_full() -> None:
+    found = look(reads("g = matmul t a", "k = exp g", "c = cholesky k"), results=["c"], constants=[], written={})
+    assert found["g"] == READ_IN_FULL
 
 
 def test_a_product_that_solvers_read_is_float32_unless_a_rule_says_otherwise() -> None:
@@ -370,6 +378,21 @@ def test_a_product_that_solvers_read_is_float32_unless_a_rule_says_otherwise() -
     assert (decided.format, decided.output.state, decided.reason) == ("float32", "strong", SOLVED)
     ruled = decide(parse_rules({"matmul": "lower"}), "matmul")
     assert flow(ruled, [LOW, LOW], "float16", asked=SOLVED).format == "float16"
+    assert by_table("sub", LOW, LOW, asked=SOLVED).output == Value("strong", "sub")
+    assert by_table("sub", LOW, WEAK, asked=SOLVED) == by_table("sub", LOW, WEAK)
+
+
+@pytest.mark.parametrize(("operand", "format_name"), [(STRONG, "float32"), (LOW, "float16")])
+def test_the_gradient_of_a_solver_is_float32(operand: Value, format_name: str) -> None:
+    inputs = (Value("strong", "solve"), operand)
+    assert flow(decide((), "matmul"), inputs, "float16", gradient=True).format == format_name
+
+
+def test_a_low_value_that_is_joined_to_a_constant_is_not_a_parameter() -> None:
+    joined = by_table("concat", LOW, WEAK)
+    moved = by_table("transpose", joined.output).output
+    assert (joined.format, joined.output.state, moved) == ("float32", "weak", joined.output)
+    assert by_table("matmul", LOW, moved, asked=IN_QUOTIENT).format == "float32"
 
 
 DISTANCE = ("s = square a", "a2 = sum s", "t = square b", "b2 = sum t", "p = matmul a b", "k = mul p two")

@@ -144,7 +144,7 @@ class Values:
         new = [self.numbering.new(_shape(variable)) for variable in equation.outvars]
         is_call = name in _CALLS and len(inner.invars) == len(inputs)
         if not is_call:
-            self._read("", "keep", equation.invars, equation.outvars)
+            self._read(canonical(name, equation.params), equation.invars, equation.outvars)
         for part in parts if is_call or name in _PASSING_ON else ():
             self._pass_on(equation.invars[-len(unstable.opened(part)[0].invars) :], unstable.opened(part)[0].invars)
         if is_call and self._times[id(parts[0])] == 1 and not self._is_repeated(parts[0]):
@@ -159,7 +159,7 @@ class Values:
             self._pass_on(unstable.opened(part)[0].outvars, equation.outvars)
         self._apart.update({id(part): (part, is_backward) for part in parts})
         if is_call and equation.params.get("name") == "norm":  # of a distance
-            self._read("norm", "full", equation.invars, equation.outvars)
+            self._read("norm", equation.invars, equation.outvars)
         if name != "jit" or equation.effects:
             return new
         keys = ((id(parts[0]), place) for place in range(len(equation.outvars)))
@@ -168,9 +168,8 @@ class Values:
     def _operation(self, equation: Any, inputs: list[int]) -> list[int]:
         """Read the inputs of an equation that holds no program; return the numbers of its results."""
         operation, name = self.operation(equation), equation.primitive.name
-        entry, shapes = OPERATIONS.get(operation), list(map(_shape, equation.outvars))
-        op_class = "keep" if entry is None else entry.op_class
-        self._read(operation, op_class, equation.invars, equation.outvars, _factor(operation, equation.invars))
+        shapes = list(map(_shape, equation.outvars))
+        self._read(operation, equation.invars, equation.outvars, _factor(operation, equation.invars))
         self._bound(equation, operation)
         if equation.effects or operation == "random" or not inputs:
             return [self.numbering.new(shape, is_constant=name == "iota") for shape in shapes]
@@ -195,15 +194,14 @@ class Values:
         inputs = [self.largest(one) for one in equation.invars if whole and not is_inexact(unstable.dtype_in(one))]
         self._largest.update({one: largest_integer(operation, inputs, self.largest(one)) for one in whole})
 
-    def _read(
-        self, operation: str, op_class: str, inputs: Sequence[Any], outputs: Sequence[Any], factor: float = 1.0
-    ) -> None:
+    def _read(self, operation: str, inputs: Sequence[Any], outputs: Sequence[Any], factor: float = 1.0) -> None:
+        op_class = OPERATIONS[operation].op_class if operation in OPERATIONS else "keep"
         values = [atom if unstable.is_variable(atom) else _LITERAL for atom in _floating(inputs)]
         self._reads.append(Read(operation, op_class, values, _floating(outputs), factor))
 
     def _pass_on(self, atoms: Sequence[Any], to: Sequence[Any]) -> None:
         for atom, variable in zip(atoms, to, strict=False):
-            self._read("identity", "neutral", [atom], [variable])
+            self._read("identity", [atom], [variable])
 
 
 def is_integer(atom: Any) -> bool:

@@ -90,7 +90,7 @@ MATRIX = jnp.eye(8) * 2 + W @ W.T
 
 
 def conjugate_gradient(w: jax.Array, x: jax.Array) -> jax.Array:
-    return loss(jax.scipy.sparse.linalg.cg(lambda v: MATRIX @ v, (x @ w)[0], tol=1e-4)[0])
+    return loss(jax.scipy.sparse.linalg.cg(lambda v: MATRIX @ v, (x @ w)[0], tol=1e-4)[0] @ w)
 
 
 def linear_solve(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -112,7 +112,7 @@ def ode(w: jax.Array, x: jax.Array) -> jax.Array:
 
 def factorised(w: jax.Array, x: jax.Array) -> jax.Array:
     y = (x @ w)[0]
-    return loss(jnp.linalg.solve(MATRIX, y)) + jnp.linalg.slogdet(MATRIX + jnp.outer(y, y))[1]
+    return loss(jnp.linalg.solve(MATRIX, y) @ w) + jnp.linalg.slogdet(MATRIX + jnp.outer(y, y))[1]
 
 
 # For each, whether autocast is inside the derivative: both orders of one, and one order of the others.

@@ -10,7 +10,6 @@ import numpy as np
 from support.traps.trap import EYE, X, Z, eye, in_sixteen_bits, normal, trap
 
 TOKENS, VALUES = normal(2048, 16, seed=3), normal(2048, 16, seed=4)
-FEATURES, TARGETS = (in_sixteen_bits(np.abs(normal(64, 16, seed=seed))) for seed in (9, 10))
 
 
 def over_rows(ops: Any, reduce: Any, y: Any) -> Any:
@@ -30,6 +29,13 @@ def linear_attention_by_reciprocal(ops: Any, w: Any, x: Any, z: Any) -> Any:
     q, v = ops.relu(ops.matmul(x, w)) + 1.0, ops.matmul(z, w) + 8.0
     over = 1.0 / (ops.sum(q * over_rows(ops, ops.sum, q), -1) + 1e-6)
     return ops.matmul(q, ops.matmul(ops.swapped(q), v)) * over
+
+
+@trap("the sums that divide are a column of the same product", eye(4), TOKENS, VALUES)
+def linear_attention_by_a_column(ops: Any, w: Any, x: Any, z: Any) -> Any:
+    q, v = ops.relu(ops.matmul(x, w)) + 1.0, ops.matmul(z, w) + 8.0
+    sums = ops.matmul(q, ops.matmul(ops.swapped(q), ops.joined(v, ops.array(np.ones((2048, 1), np.float32)))))
+    return sums[:, :-1] / (sums[:, -1:] + 1e-6)
 
 
 @trap("exp(-cost) is 0 in float16, and so are the sums that divide", eye(0.5), X, Z)
@@ -57,12 +63,6 @@ def gram_matrix(ops: Any, w: Any, x: Any) -> Any:
     y = ops.relu(ops.matmul(x, w))
     gram = ops.matmul(ops.swapped(y), y) / 2048.0
     return 1024.0 * ops.sum(ops.square(gram / 1024.0 - 0.25 * ops.array(EYE)))
-
-
-@trap("the difference of two rounded Gram matrices", EYE, FEATURES, TARGETS)
-def style_loss(ops: Any, w: Any, x: Any, z: Any) -> Any:
-    y, target = ops.matmul(x, w), ops.matmul(z, w)
-    return ops.sum(ops.square((ops.matmul(ops.swapped(y), y) - ops.matmul(ops.swapped(target), target)) / 64.0))
 
 
 @trap("E[yy'] - E[y]E[y]', of rounded products", EYE, in_sixteen_bits(normal(64, 16, seed=9) + 10))

@@ -62,6 +62,8 @@ Torch = SimpleNamespace(
     averaged=torch_averaged,
     blurred=torch_blurred,
     least=torch.minimum,
+    solve=torch.linalg.solve,
+    joined=lambda *parts: torch.cat(parts, -1),
     atan2=torch.atan2,
     loop=torch_loop,
 )
@@ -109,6 +111,8 @@ Jax = SimpleNamespace(
     averaged=jax_averaged,
     blurred=jax_blurred,
     least=jnp.minimum,
+    solve=jnp.linalg.solve,
+    joined=lambda *parts: jnp.concatenate(parts, -1),
     atan2=jnp.arctan2,
     loop=lambda turns, body, state: jax.lax.fori_loop(0, turns, lambda _, state: body(state), state),
 )
@@ -158,6 +162,8 @@ TensorFlow = SimpleNamespace(
     averaged=tensorflow_averaged,
     blurred=tensorflow_blurred,
     least=tf.minimum,
+    solve=tf.linalg.solve,
+    joined=lambda *parts: tf.concat(parts, -1),
     atan2=tf.atan2,
     loop=tensorflow_loop,
 )

@@ -36,7 +36,7 @@ from polyamp.errors import (
     shown,
     unknown_options,
 )
-from polyamp.trees import named_in, walk
+from polyamp.nesting import named_in, walk
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

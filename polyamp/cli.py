@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 import polyamp
+from polyamp.cli_target import step_of, training_of
 from polyamp.diagnosis.equivalence import FIRST_LOOK
 from polyamp.diagnosis.probe import sixteen_bit
 from polyamp.doctor import examine, is_wrong, rows_of, rows_of_test
@@ -30,7 +31,6 @@ from polyamp.policies import is_automatic
 from polyamp.report import Report, figure_for, unwritable, write_json
 from polyamp.run import run_script
 from polyamp.selftest import TESTED
-from polyamp.target import step_of, training_of
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console() if sys.stdout and sys.stdout.isatty() else Console(width=120)  # files and pipes have no width

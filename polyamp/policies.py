@@ -20,10 +20,10 @@ from polyamp.errors import (
 )
 from polyamp.flow import Decision, decide
 from polyamp.formats import format_of, name_of_dtype
+from polyamp.nesting import too_deep
 from polyamp.policy_words import WORDS, Words, default_loss_scale, default_rules, read, write
 from polyamp.rules import Rule, parse_rules
 from polyamp.settings import LossScale
-from polyamp.trees import too_deep
 
 Tree = TypeVar("Tree")
 

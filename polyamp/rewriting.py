@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 from polyamp import adapters
 from polyamp.adapters import AnyAdapter, find_verb, verb_of
 from polyamp.errors import check_arguments, check_callable, not_traced, refuses_unreadable
+from polyamp.nesting import too_deep
 from polyamp.plan import Plan
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.trees import too_deep
 from polyamp.without_effect import chosen_policy
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polyamp import trees
+from polyamp import nesting
 from polyamp.backends.jax import unstable
 from polyamp.errors import InvalidValueError, kind_of, shown
 from polyamp.formats import format_of
@@ -52,7 +52,7 @@ def is_traced(value: object) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
-check_tree = partial(trees.check_tree, children=unstable.children_of, deepest=400)
+check_tree = partial(nesting.check_tree, children=unstable.children_of, deepest=400)
 """Refuse a pytree that JAX cannot walk to its end."""
 
 

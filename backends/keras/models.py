@@ -26,9 +26,9 @@ from polyamp.diagnosis.lint import Holder, Kind
 from polyamp.diagnosis.recording import Recording
 from polyamp.errors import InvalidTypeError, UsageError
 from polyamp.flow import AS_WRITTEN
+from polyamp.nesting import check_tree
 from polyamp.plan import Plan, PlannedOperation
 from polyamp.policies import Policy
-from polyamp.trees import check_tree
 
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function that returns the loss, and its arguments."""

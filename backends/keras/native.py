@@ -16,9 +16,9 @@ from keras import ops
 from polyamp.adapters import AnyAdapter, adapter_named
 from polyamp.backends.keras.unstable import in_stateless_scope, jax_trace, marked
 from polyamp.errors import InvalidTypeError, UnsupportedError
+from polyamp.nesting import check_tree
 from polyamp.provenance import ScaledLosses
 from polyamp.settings import LossScale
-from polyamp.trees import check_tree
 
 BACKEND: str = keras.backend.backend()
 CASTABLE = ("float32", "float16", "bfloat16")

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from polyamp.formats import format_of
-from polyamp.trees import check_tree
+from polyamp.nesting import check_tree
 
 _STORED_AS = {"tensorfloat32": "float32"}  # a format of products, not of storage
 

@@ -19,11 +19,11 @@ from polyamp.diagnosis.recording import ACTIVATION, GRADIENT, PARAMETER, Observa
 from polyamp.diagnosis.spread import Window
 from polyamp.errors import check_callable, check_range, refuses_unreadable
 from polyamp.formats import format_of
+from polyamp.nesting import too_deep
 from polyamp.policies import Policy, current_policy
 from polyamp.policies import policy as make_policy
 from polyamp.report import Report, finite, power, share
 from polyamp.settings import LossScale
-from polyamp.trees import too_deep
 
 if TYPE_CHECKING:
     from os import PathLike

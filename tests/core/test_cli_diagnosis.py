@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from polyamp import cli
-from polyamp.target import load, step_of  # noqa: TID251
+from polyamp.cli_target import load, step_of  # noqa: TID251
 
 TARGETS = """
 def step(*batch):

@@ -22,7 +22,7 @@ from polyamp.backends.tensorflow.unstable import (
     remember_names,
 )
 from polyamp.errors import InvalidTypeError, UnsupportedError, UsageError, check_compute, kind_of
-from polyamp.trees import check_tree, too_deep
+from polyamp.nesting import check_tree, too_deep
 
 FUNCTION: Any = type(tf.function(lambda: None))
 """The class of a ``tf.function``."""

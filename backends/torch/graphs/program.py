@@ -22,9 +22,9 @@ from polyamp.backends.torch.graphs.planning import bytes_saved
 from polyamp.backends.torch.graphs.values import Known, Numbers, constant_of, is_floating, known_value
 from polyamp.backends.torch.graphs.writing import Attributes
 from polyamp.errors import InvalidTypeError, kind_of
+from polyamp.nesting import check_tree
 from polyamp.plan import Decider, Plan, PlannedOperation
 from polyamp.policies import Policy
-from polyamp.trees import check_tree
 
 
 class Program:

@@ -29,10 +29,10 @@ from polyamp.errors import (
     warn_once,
 )
 from polyamp.formats import format_of
+from polyamp.nesting import check_tree
 from polyamp.plan import Decider, Plan
 from polyamp.policies import Policy
 from polyamp.policies import policy as make_policy
-from polyamp.trees import check_tree
 from polyamp.without_effect import report_nothing_lowered, report_refused, report_unused
 
 

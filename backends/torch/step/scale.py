@@ -38,11 +38,11 @@ from polyamp.backends.torch.step.ranks import Decision, decide, has_peers, repor
 from polyamp.backends.torch.step.refusals import refused_elsewhere, unlike_scales
 from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, warn_once, wrong_type
 from polyamp.formats import in_single
+from polyamp.nesting import check_tree
 from polyamp.policies import Policy
 from polyamp.scale import advance, on_host
 from polyamp.settings import LossScale, LossScaleState
 from polyamp.skips import non_finite_loss, report_limits, report_nonfinite_loss
-from polyamp.trees import check_tree
 
 
 class LossScaler:

@@ -113,7 +113,7 @@ def _report_loss(scaler: LossScaler, logs: Any) -> None:
 
 
 def _guarded(model: Any, step: Any) -> Any:
-    """Return a new function, since ``jax.jit`` caches by the function. AutoGraph converts the user's step in it."""
+    """Return a guarded step. It is new at each call, because ``jax.jit`` caches by the function."""
     if BACKEND == "jax":
 
         @functools.wraps(step)

@@ -80,7 +80,7 @@ class Health(Report):
 
     @property
     def calibrating(self) -> int:
-        """Return the number of steps skipped before the scale first grew, since the first scale is high."""
+        """Return the number of steps skipped before the scale first grew: a high first scale comes down by skips."""
         return int(self.counters.calibrating) if self.settings.dynamic else 0
 
     @property

@@ -164,7 +164,7 @@ class Profile(Report):
         draw_profile(path, self.heading().partition("\n")[0], kinds, places)
 
     def _named(self, kind: Kind) -> str:
-        """Return a kind of work in words: what the time without operations is depends on the device."""
+        """Return the name of a kind of work; for the time without operations it depends on the device."""
         host = "between operations" if self.device == "cpu" else "waiting for the host"
         return host if kind == "host" else kind
 

@@ -59,7 +59,7 @@ class Program:
         return jax.tree.unflatten(self._tree, [next(given) if is_one else leaf for leaf, is_one in kept])
 
     def vjp(self, run: Run, arrays: Sequence[Any], places: Sequence[int]) -> Any:
-        """Return the floating-point results of a way to run the program, and its derivative by the arrays at places."""
+        """Return the floating-point results of the program, as ``run`` runs it, and their pullback to some arrays."""
 
         def of_places(own: dict[int, Any]) -> list[Any]:
             results = run(self, [own.get(place, array) for place, array in enumerate(arrays)])

@@ -78,7 +78,7 @@ class Taken(NamedTuple):
 
 
 def _take(cell: Cell, roles: Sequence[str]) -> Taken:
-    """Return how an operation takes an input: with one of these roles it is computed again in float32."""
+    """Return an input as an operation takes it: a low value of one of these roles is computed again in float32."""
     if cell.value.state == "low" and cell.value.role in roles and _recipe(cell) is not None:
         return Taken(cell, _distinct(_leaves_anew(cell, _ANEW[cell.value.role])), is_anew=True)
     return Taken(cell, [cell])

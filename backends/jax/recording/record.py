@@ -151,7 +151,7 @@ def _traced_step(
 def _trace(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy | None = None
 ) -> tuple[Program, Any, int | None]:
-    """Return a call traced, under a policy if one is given; what it returns; and the index of the loss in that."""
+    """Trace a call, under a policy if given; return the program, its results, and the index of the loss in them."""
     call = as_pure(fn, args, kwargs)
 
     def under_policy(*args: Any, **kwargs: Any) -> Any:

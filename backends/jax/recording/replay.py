@@ -130,7 +130,7 @@ class Replay:
         return [self._observed(value, place) if used else value for value, used in zip(values, uses, strict=True)]
 
     def _rounded(self, source: Evaluated, result: Evaluated, equation: Any, place: Place) -> Evaluated:
-        """Record a float32 value that is cast to 16 bits as its own tensor: there it can overflow or be lost."""
+        """Record the result of a cast to 16 bits as a tensor of its own: there the value can overflow or be lost."""
         variable, origin = equation.outvars[0], source.origin
         if not is_low(unstable.dtype_in(variable)) or origin is None or source.backward != place.backward:
             return result

@@ -123,7 +123,7 @@ def _writes_number(node: Node) -> bool:
 
 
 def _paths(graph: Graph, write: Node, before: set[str], consumers: Mapping[str, list[Node]]) -> list[Node]:
-    """Return the nodes on paths from a variable's reads to a write of it that no gradient follows."""
+    """Return the nodes between a variable's reads and a write of it, without those in ``before``."""
     handle, last = write.inputs[0], graph.maker.get(write.inputs[-1])
     makers = closure(
         [last] if last else [],

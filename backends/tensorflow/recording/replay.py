@@ -248,7 +248,7 @@ class Replay:
 
 
 def marks_of(decisions: Pass, taken: Sequence[Taken]) -> Marks:
-    """Return what the gradients that a step takes are in one of its graphs."""
+    """Return which values of one graph are the losses and gradients of the steps that it takes."""
     graph, traced = decisions.graph, decisions.traced
     named = {node.name: node for node in graph.nodes}
     inputs = zip(graph.arguments, getattr(traced, "inputs", ()), strict=False)

@@ -67,7 +67,7 @@ def _find_regions(root: nn.Module, whole: Region, regions: dict[int, Region]) ->
 
 
 def _rules_at(whole: Region, path: str) -> dict[Rule, Rule]:
-    """Return the policy's rules that match a path, each with the rule about operations that it becomes there."""
+    """Return the policy's rules that match a path; each maps to a rule for the operations there."""
     here: dict[Rule, Rule] = {}
     for rule in whole.rules:
         *outer, last = re.split(r"[./]", rule.pattern)

@@ -152,7 +152,7 @@ def torn() -> UsageError:
 
 
 def loss_not_scaled(*, partly: bool) -> UsageError:
-    """Return the error for gradients of a loss that nobody scaled, or beside those of one that was."""
+    """Return the error for gradients of an unscaled loss, alone or added to those of a scaled one."""
     how = "; one loss was scaled and another was not" if partly else ""
     return unscaled_loss(
         where=f"{_READS_GRADIENTS}{how}",

@@ -17,7 +17,7 @@ class Pass(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """The memory of a pass over so many examples and of one over twice as many, which differ in nothing else.
+    """The memory of a pass over some examples, and of the same pass over twice as many.
 
     Between them every number grows as ``fixed + examples * each``, and so it does for any other batch.
     """

@@ -179,7 +179,7 @@ def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: P
 
 
 def _by_layer(operation: PlannedOperation) -> PlannedOperation:
-    """Return an operation with its layer's 16-bit format, if its 16-bit input shows that it has one."""
+    """Return an operation in the format of its layer, if its input is 16-bit because the layer cast it."""
     found = operation.reason.removeprefix("an input is ")
     if operation.format == AS_WRITTEN and found in ("float16", "bfloat16"):
         return operation._replace(format=found, reason=_OWN)

@@ -100,7 +100,7 @@ class _Writer:
         return self.graph
 
     def _arguments(self) -> dict[Node, Known]:
-        """Return the facts about the captured graph's placeholders: tensors, and sizes, each of which a tensor has."""
+        """Return the facts about the captured graph's placeholders, which are tensors and sizes of tensors."""
         placeholders = self.captured.module.graph.find_nodes(op="placeholder")
         pairs = list(zip(placeholders, self.captured.inputs, strict=True))
         known = {node: self._tensor(node, given) for node, given in pairs if isinstance(given, Tensor)}

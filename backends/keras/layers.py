@@ -312,7 +312,7 @@ def _is_light(layer: Any, policy: Policy, choose: Choose, path: str) -> bool:
 
 
 def _late(model: Any, policy: Policy, choose: Choose, path: str) -> set[int]:
-    """Return the ids of the layers in a model of layers that get something in 16 bits."""
+    """Return the ids of the layers that come after a 16-bit layer, in a model that is a graph of layers."""
     late, low = set[int](), set[int]()
     for operation, sources in calls_in(model) if is_graph(model) else ():
         if not low.isdisjoint(map(id, sources)):

@@ -372,7 +372,7 @@ class Calibration(Report):
         }
 
     def heading(self) -> str:
-        """Return what was calibrated on how many batches."""
+        """Return one line: the framework, the policy, and the numbers of batches and of rules."""
         recording, batches = self.before[0].recording, plural(len(self.before), "batch", "es")
         return f"{recording.framework}, {recording.policy}: {batches}, {plural(len(self.reasons), 'rule')} to add"
 

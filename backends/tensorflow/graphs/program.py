@@ -220,7 +220,7 @@ def _not_entered(decisions: Pass, node: Node) -> TypedNode:
 
 
 def _kept(decisions: Pass, node: Node, reason: str) -> TypedNode:
-    """Keep a node with functions unchanged, and also the lists among its inputs."""
+    """Leave a node that calls functions as it is; the tensor lists that it gets keep their types too."""
     decisions.program.lists.keep(known.held for known in decisions.inputs_of(node))
     return decisions.as_written(node, reason)
 

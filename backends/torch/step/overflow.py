@@ -120,7 +120,7 @@ def _models(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, Tensor]:
 
 
 def _graded(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the groups, with the model's parameter in place of a master without gradient."""
+    """Return the parameter groups. Where a master has no gradient, the model's parameter takes its place."""
     models = {master: model for master, model in _models(optimizer).items() if master.grad is None}
     return [{**group, "params": [models.get(one, one) for one in group["params"]]} for group in optimizer.param_groups]
 

@@ -19,7 +19,7 @@ FRAMEWORKS = {
     "tensorflow": "tensorflow.*,tensorflow.python.training.*,tensorflow.python.trackable.*",
 }
 TORCH, KERAS, TENSORFLOW = (
-    f"polyamp.backends.{room}.optimizer.LossScaledOptimizer" for room in ("torch", "keras", "tensorflow")
+    f"polyamp.backends.{room}.optimizer.LossScaledOptimizer" for room in ("torch.step", "keras", "tensorflow")
 )
 OPTAX = "optax._src.base.GradientTransformationExtraArgs"
 

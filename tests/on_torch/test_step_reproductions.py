@@ -775,6 +775,29 @@ def adds_an_unscaled_loss_of_a_second_parameter_after_a_scaled_one_of_both(wrap:
     opt.step()
 
 
+@right_or_refused
+def writes_a_masters_gradient_after_a_loss_that_reached_others(wrap: Any, p: Any, q: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.unscale_()
+    opt.backward(S(q))
+    grad = hand(opt, 3 * S(p), p)
+    held = trained(opt)[0]
+    held.grad = grad.to(held.dtype)
+    opt.step()
+
+
+@right_or_refused
+def adds_a_scaled_gradient_to_a_master_and_goes_on(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(S(p))
+    opt.unscale_()
+    held = trained(opt)[0]
+    held.grad = held.grad + hand(opt, S(p), p).to(held.dtype)
+    opt.backward(S(p))
+    opt.step()
+
+
 @right
 def unscales_again_after_the_unscaled_gradients_were_cleared_by_hand(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p))

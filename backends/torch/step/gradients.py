@@ -195,8 +195,9 @@ class Gradient(NamedTuple):
 class ByHand:
     """A parameter by which `torch.autograd.grad` differentiated a scaled loss: somebody may add the result by hand."""
 
-    def __init__(self, scaling: Scaling | None, param: Tensor, *, is_master: bool) -> None:
+    def __init__(self, scaling: Scaling | None, param: Tensor, result: tuple[int, int], *, is_master: bool) -> None:
         self.scaling, self.is_master, self.is_written = scaling, is_master, False
+        self.result = result  # the numbers of the pass and of the model's parameter
         self._param = weakref.ref(param)
         self.accept()
 

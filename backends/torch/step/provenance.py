@@ -196,6 +196,8 @@ class Witness:
 
     def _is_alike(self, added: ByHand) -> bool:
         """Return whether gradients that were added by hand have the scale of the others."""
+        if added.is_master and not self.is_unscaled:  # the step replaces those of masters by the model's
+            return False
         own = self.scaling if added.is_master or self.model_scaling is None else self.model_scaling
         return own is not None and added.scaling is not None and own.is_like(added.scaling)
 
@@ -293,7 +295,8 @@ class Witness:
                 model = models.get(id(param), param)
                 if id(model) in given:
                     holders = [model] if model is param else [model, param]
-                    self._by_hand += [ByHand(begun.scaling, one, is_master=one is not model) for one in holders]
+                    result = (begun.task, id(model))
+                    self._by_hand += [ByHand(begun.scaling, one, result, is_master=one is not model) for one in holders]
 
     def _look_for_unobserved(self, begun: Pass, other: Scaling) -> None:
         """Look for gradients of an earlier loss with another scale that were set by hand."""
@@ -313,9 +316,10 @@ class Witness:
         if owner is None:
             return
         if self.model_scaling is not None and owner.masters is not None:
-            if owner.masters.are_torn():
-                self._refuse_what_is_there(mixed=True)
+            is_mixed = owner.masters.are_torn() or not all(map(self._is_alike, self._added_by_hand()))
             self._give_back(owner.masters, self.model_scaling)
+            if is_mixed:
+                self._refuse_what_is_there(mixed=True)
         if other.scaler not in self.contributors and self.contributors and other.scaler in owner.scaler.all():
             # an overflow until here is not one of the other loss
             gradients = Gradients([{"params": self.parameters()}])
@@ -347,6 +351,9 @@ class Witness:
             if id(param) not in own and param.grad is not None:  # float32 beside 16 bits: it was divided in place
                 param.grad.mul_(scaling.factor)
         self.scaling, self.model_scaling, self.is_unscaled = scaling, None, False
+        for one in self._by_hand:
+            one.accept()
+            one.is_written = one.is_written and not one.is_master  # what was added to a master is in the model's now
 
     def _filled(self) -> bool | Tensor:
         return are_filled([param.grad for param in self.parameters() if param.grad is not None])
@@ -412,7 +419,8 @@ class Witness:
 
     def accept_unscaling(self) -> None:
         """Go on from unscaled gradients, with all that was added to them by hand."""
-        self._by_hand = [one for one in self._by_hand if not one.is_written]
+        added = {one.result for one in self._by_hand if one.is_written}
+        self._by_hand = [one for one in self._by_hand if one.result not in added]
         self.accept_writes()
 
     def accept_writes(self) -> None:

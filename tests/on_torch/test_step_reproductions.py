@@ -798,6 +798,16 @@ def adds_a_scaled_gradient_to_a_master_and_goes_on(wrap: Any, p: Any) -> None:
     opt.step()
 
 
+@right_or_refused
+def replaces_a_gradient_after_unscaling_and_clips_the_masters(wrap: Any, p: Any) -> None:
+    opt = wrap(sgd(p))
+    opt.backward(0.5 * S(p))
+    opt.unscale_()
+    p.grad = hand(opt, 4 * S(p), p)
+    nn.utils.clip_grad_norm_(trained(opt), 1.0)
+    opt.step()
+
+
 @right
 def unscales_again_after_the_unscaled_gradients_were_cleared_by_hand(wrap: Any, p: Any) -> None:
     opt = wrap(sgd(p))

@@ -221,7 +221,8 @@ def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptim
         elif masters is not None and optimizer.witness.is_unscaled:
             pairs = zip(masters.model, masters.masters, strict=True)
             masters_of |= {id(model): master for model, master in pairs if id(model) in clipped}
-            masters.are_clipped |= bool(masters_of) and not math.isinf(limit)
+            is_reached = bool(masters_of) or any(id(master) in clipped for master in masters.masters)
+            masters.are_clipped |= is_reached and not math.isinf(limit)
         elif masters is not None:  # the masters take the gradients later
             masters_of |= {master: model for master, model in masters.models.items() if master in clipped}
     if masters_of and measured:

@@ -24,7 +24,7 @@ from polyamp.backends.torch.step.schedules import AppliedSteps, select
 if TYPE_CHECKING:
     from polyamp.backends.torch.compat.grad_scaler import GradScaler
     from polyamp.backends.torch.graphs.rewrite import explain, rewrite
-    from polyamp.backends.torch.step.fused import why_not_fused
+    from polyamp.backends.torch.verbs import why_not_fused
 
 __all__ = [
     "AppliedSteps",
@@ -46,7 +46,7 @@ _LATER = {
     "GradScaler": "compat.grad_scaler",
     "explain": "graphs.rewrite",
     "rewrite": "graphs.rewrite",
-    "why_not_fused": "step.fused",
+    "why_not_fused": "verbs",
 }
 
 

@@ -1,4 +1,7 @@
-"""The verbs of `polyamp` on PyTorch's optimizers: wrap one, scale a loss, and read, save and load a loss scale."""
+"""The verbs of `polyamp` on PyTorch's optimizers: wrap one, scale a loss, and read, save and load a loss scale.
+
+`why_not_fused` is PyTorch's alone.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from polyamp.backends.torch.devices import report_slow
 from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.step.refusals import named_tensors
 from polyamp.backends.torch.step.scale import LossScaler
-from polyamp.errors import no_loss_scale, warn_once
+from polyamp.errors import no_loss_scale, warn_once, wrong_type
 from polyamp.libraries import apex_losses, report_lost, write_apex_losses
 from polyamp.policies import Policy
 from polyamp.scale import on_host
@@ -96,6 +99,38 @@ def load_loss_scale(holder: Any, saved: Mapping[str, Any]) -> Any:
         if number or number in scaler.others:
             scaler.of(number).resume(state)
     return holder
+
+
+def why_not_fused(optimizer: object) -> str | None:
+    """Return why an optimizer's last step was not made by polyamp's operators, as a sentence; None if it was.
+
+    >>> from polyamp import wrap_optimizer
+    >>> weight = torch.ones(2, requires_grad=True)
+    >>> opt = wrap_optimizer(torch.optim.NAdam([weight]), "mixed_float16", fused_step=True)
+    >>> opt.backward(weight.sum())
+    >>> opt.step()
+    >>> why_not_fused(opt)
+    'NAdam has no operator: Adam, AdamW, SGD have one, unless something changes their step.'
+
+    Args:
+        optimizer: one optimizer that `polyamp.wrap_optimizer` returned.
+
+    Raises:
+        InvalidTypeError: it is something else.
+    """
+    from polyamp.backends.torch.step.fused import why_not_on  # other programs do not load the operators
+
+    if not isinstance(optimizer, LossScaledOptimizer):
+        allowed, fix = "one optimizer that polyamp.wrap_optimizer returned", "give that one; of a list, each by itself"
+        raise wrong_type(optimizer, where="why_not_fused(optimizer)", allowed=allowed, fix=fix)
+    if optimizer.fused_step is False:
+        return "fused_step=False was given."
+    first = next(optimizer.model_parameters(), None)
+    if first is None:
+        return "It has no parameters."
+    if optimizer.fused_step is None and (why := why_not_on(first.device)) is not None:
+        return why
+    return "It has made no step yet." if optimizer._fused is None else optimizer._fused.why_not
 
 
 def _scaler_of(holder: Any, where: str) -> LossScaler:

@@ -294,7 +294,7 @@ class GradScaler(torch.amp.GradScaler):
             if param.grad is not None and param.grad.dtype == torch.float16:
                 raise refusals.half_gradients(names_of(optimizer.param_groups)[param])
         if scaler.multiplies and optimizer not in self._stepped:
-            report_hooks(gradients.parameters, scaler, clip="after scaler.unscale_(optimizer)")
+            report_hooks(gradients.parameters, clip="after scaler.unscale_(optimizer)")
         bad, overflowed = gradients.unscale(scaler.inverse(scaler.state.scale)), None
         increment_version([param.grad for param in gradients.params if param.grad is not None])  # the kernel does not
         if has_peers():

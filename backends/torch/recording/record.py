@@ -180,7 +180,7 @@ class Run:
         """Return the step's own loss scale, as far as it is visible: polyamp's scale, or that of torch's scaler."""
         if self._scale is not None:
             return self._scale
-        if scaled := PASSES.since(self._passes):
+        if scaled := PASSES.scalings_since(self._passes):
             return float(scaled[-1].factor)
         scalers = [one for one in self.reach.all_of(torch.amp.GradScaler) if one.is_enabled()]
         return float(scalers[0].get_scale()) if len(scalers) == 1 else 1.0

@@ -17,7 +17,7 @@ kernels; elsewhere they are the PyTorch code in ``kernels/operators.py``.
 - `FusedStep.step` is the step above, for `SGD`, `Adam` and `AdamW`;
 - `FusedStep.unscale_and_clip` serves every other optimizer, which then makes its own update.
 
-`why_not_fused` has the reasons for the second.
+`why_not_on` and `FusedStep.why_not` have the reasons for the second.
 """
 
 from __future__ import annotations
@@ -58,27 +58,6 @@ class Scratch:
     def __init__(self, device: torch.device) -> None:
         self.stats = torch.zeros(STATS, dtype=torch.float64, device=device)
         self.workspace = torch.zeros(WORKSPACE, dtype=torch.float64, device=device)
-
-
-def why_not_fused(optimizer: LossScaledOptimizer) -> str | None:
-    """Return why an optimizer's last step was not made by polyamp's operators, as a sentence; None if it was.
-
-    >>> from polyamp import wrap_optimizer
-    >>> weight = torch.ones(2, requires_grad=True)
-    >>> opt = wrap_optimizer(torch.optim.NAdam([weight]), "mixed_float16", fused_step=True)
-    >>> opt.backward(weight.sum())
-    >>> opt.step()
-    >>> why_not_fused(opt)
-    'NAdam has no operator: Adam, AdamW, SGD have one, unless something changes their step.'
-    """
-    if optimizer.fused_step is False:
-        return "fused_step=False was given."
-    first = next(optimizer.model_parameters(), None)
-    if first is None:
-        return "It has no parameters."
-    if optimizer.fused_step is None and (why := why_not_on(first.device)) is not None:
-        return why
-    return "It has made no step yet." if optimizer._fused is None else optimizer._fused.why_not
 
 
 def why_not_on(device: torch.device, *, always: bool = False, builds: bool = True) -> str | None:

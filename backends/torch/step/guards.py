@@ -38,7 +38,6 @@ from polyamp.errors import UsageError, warn_once
 if TYPE_CHECKING:
     from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
     from polyamp.backends.torch.step.passes import Scaling
-    from polyamp.backends.torch.step.scale import LossScaler
 
 
 Closure = Callable[[], Any]
@@ -236,9 +235,7 @@ def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptim
     return [masters_of.get(id(param), param) for param in params] if masters_of else params
 
 
-def report_hooks(
-    params: Iterable[Tensor], scaler: LossScaler, *, clip: str = "by max_grad_norm=, or after opt.unscale_()"
-) -> None:
+def report_hooks(params: Iterable[Tensor], *, clip: str = "by max_grad_norm=, or after opt.unscale_()") -> None:
     """Warn once if a parameter has a hook of the user's, which may clip or change scaled gradients."""
     if running_task() != -1:  # in a pass a hook of the user's itself makes the step
         return

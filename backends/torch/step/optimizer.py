@@ -538,7 +538,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.last_step = StepResult(scaler.state, finite, explain)
         self.findings = WindowFlags()
         if self.scaler.multiplies:
-            report_hooks(self.witness.with_hooks(), self.scaler)
+            report_hooks(self.witness.with_hooks())
         self.witness.close(left or Scaling(scaler, 1.0))
 
     def _operators(self) -> FusedStep | None:

@@ -2,8 +2,8 @@
 
 A scaled loss marks the node of its graph. When autograd comes to that node, a pass has begun:
 
-    opt.backward(loss)                   one pass, marked with 1024
-    (opt.scale(loss) + penalty).backward()   one pass of two losses; its graph shows what `penalty` reaches alone
+    opt.backward(loss)                        one pass, marked with 1024
+    (opt.scale(loss) + penalty).backward()    one pass of two losses; its graph shows what `penalty` reaches alone
 
 Observers are told when a pass begins and when it has ended: each wrapped optimizer's `Witness`, and `OUTSIDE`.
 """
@@ -136,24 +136,25 @@ class Passes:
 
     def current(self) -> Pass | None:
         """Return the pass that the caller is in; None outside of passes, and in that of a loss that nobody scaled."""
-        return self.arriving(is_observed=False)
-
-    def arriving(self, *, is_observed: bool = True) -> Pass | None:
-        """Note that the caller's pass reached a parameter, and return it; see `current`."""
         # Passes inside another pass, as in reentrant checkpointing, have a task of their own.
         found = self.running.get(running_task())
-        found = found if found is not None else next(iter(list(self.running.values())), None)
-        if not is_observed:
-            return found
+        return found if found is not None else next(iter(list(self.running.values())), None)
+
+    def arriving(self) -> Pass | None:
+        """Note that the caller's pass reached a parameter, and return it; see `current`."""
         self.seen += 1
+        found = self.current()
         if found is not None:
             found.entry.has_arrived = True
         return found
 
-    def since(self, count: int, *, unobserved: bool = False) -> list[Scaling]:
+    def since(self, count: int) -> list[Entry]:
+        """Return the latest passes since the count."""
+        return [one for one in self.latest if one.number > count]
+
+    def scalings_since(self, count: int, *, unobserved: bool = False) -> list[Scaling]:
         """Return the scalings of the latest passes since the count: of all, or of those that no parameter observed."""
-        latest = (one for one in self.latest if one.number > count)
-        found = [one.scaling for one in latest if not (unobserved and one.has_arrived)]
+        found = [one.scaling for one in self.since(count) if not (unobserved and one.has_arrived)]
         return found or [*filter(None, [self.unmarked_since(count)])]
 
     def unmarked_since(self, count: int) -> Scaling | None:

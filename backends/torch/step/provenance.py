@@ -155,7 +155,7 @@ class Witness:
     def _own_passes(self) -> list[Entry]:
         """Return the passes since the last step that the owner's own method made."""
         own = id(self._owner())
-        return [one for one in PASSES.latest if one.number > self._opened_at and one.scaling.by == own]
+        return [one for one in PASSES.since(self._opened_at) if one.scaling.by == own]
 
     def note_unscaled(self, scaler: LossScaler, *, masters: bool) -> None:
         """Note that the gradients, or those of masters that were taken from them, were divided by their factor."""
@@ -218,7 +218,7 @@ class Witness:
 
     def _unobserved_scalings(self) -> list[Scaling]:
         """Return the scalings that gradients may have that no hook has seen."""
-        return self._scalings_by_hand() or PASSES.since(self._opened_at, unobserved=True)
+        return self._scalings_by_hand() or PASSES.scalings_since(self._opened_at, unobserved=True)
 
     def _scalings_by_hand(self) -> list[Scaling]:
         return [one.scaling for one in self._added_by_hand() if one.scaling is not None]
@@ -483,7 +483,7 @@ class Witness:
     def parameters(self) -> list[Tensor]:
         """Return the model's own parameters, which get the gradients."""
         owner = self._owner()
-        return [] if owner is None else [param for group in owner.parameter_groups() for param in group]
+        return [] if owner is None else [*owner.model_parameters()]
 
     def forget_by_hand(self) -> None:
         """Forget gradients that nobody has added by hand yet, since others are about to be changed."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from polyamp.backends.torch import adapter, why_not_fused
+from polyamp.errors import InvalidTypeError
 from support.torch_kinds import Net
 from support.torch_steps import (
     COVERED,
@@ -264,6 +265,9 @@ def test_the_step_says_why_it_is_not_fused() -> None:
     assert why_not_fused(made(choice=False).opt) == "fused_step=False was given."
     assert "on GPUs" in (why_not_fused(made(choice=None).opt) or "")
     assert why_not_fused(made().opt) == "It has made no step yet."
+    for wrong in (torch.optim.SGD(network().parameters(), lr=0.1), [made().opt], None):
+        with pytest.raises(InvalidTypeError, match="why_not_fused"):
+            why_not_fused(wrong)
     reasons = [
         (made(), None),
         (made("rmsprop"), "RMSprop has no operator"),

@@ -359,8 +359,7 @@ def set_global_policy(spec: Policy | str) -> Policy:
 def _from_words(words: Words, formats: dict[str, str], where: str) -> Policy:
     named = words.formats
     for key, value in formats.items():
-        contradicts_word = words.name is not None and key == "compute"
-        if key in named and named[key] != value and (contradicts_word or words.name is None):
+        if key in named and named[key] != value and (key == "compute" or words.name is None):  # a word names compute
             raise InvalidValueError(
                 f"two formats for {key}",
                 where=f"{where} and policy({key}=)",

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import polyamp
-from polyamp import LossScale, LossScaleState
+from polyamp import LossScale, LossScaleState, advance
 from polyamp.libraries import LIBRARIES
 from polyamp.scale import on_host
 from polyamp.settings import TYPES
@@ -174,7 +175,46 @@ def on_numpy(config: LossScale) -> LossScaleState:
 def test_numpy_takes_the_same_steps_as_python_numbers(config: LossScale, trace: list[bool]) -> None:
     for ours, state in zip(walk(config, trace), walk(config, trace, on_numpy(config), where=np.where), strict=True):
         assert on_host(state) == ours
+        assert [type(field) for field in on_host(state)] == list(TYPES)
         assert [np.asarray(field).dtype for field in state] == [np.float32, *[np.int32] * 8, np.float32]
+
+
+LAST = 2**31 - 1
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_counters_stay_at_the_largest_count(finite: bool) -> None:
+    config = LossScale(interval=LAST)
+    full = config.initial_state()._replace(
+        **dict.fromkeys(("good_steps", "skipped_in_a_row", "skipped", "steps", "calibrating"), LAST)
+    )
+    after = advance(config, full._replace(good_steps=0), finite)
+    assert (after.steps, after.skipped, after.calibrating) == (LAST, LAST, LAST)
+    assert after.skipped_in_a_row == (0 if finite else LAST)
+    assert advance(config, full, True).growths == 1
+
+
+@pytest.mark.parametrize("flag", [np.True_, np.array(True), 1])
+def test_a_flag_of_another_type_is_a_flag(flag: Any) -> None:
+    config = LossScale()
+    after = advance(config, config.initial_state(), flag)
+    assert after == advance(config, config.initial_state(), True)
+    assert [type(field) for field in after] == list(TYPES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (lambda config, state: ("dynamic", state, True), "config"),
+        (lambda config, state: (config, tuple(state), True), "state"),
+        (lambda config, state: (config, state, True, "where"), "where"),
+        (lambda config, state: (config, state, np.array([True, False])), "finite"),
+    ],
+)
+def test_what_cannot_advance_is_refused(arguments: Callable[..., Any], says: str) -> None:
+    config = LossScale()
+    with pytest.raises(polyamp.errors.InvalidTypeError, match=says):
+        advance(*arguments(config, config.initial_state()))
 
 
 # --- other libraries --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import FrozenInstanceError
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,6 +135,18 @@ def test_bad_words_are_refused_and_the_known_ones_are_listed(text: str, says: st
 def test_bad_arguments_are_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
         policy("mixed_float16", **arguments)
+
+
+@pytest.mark.parametrize("spec", [np.dtype(np.float16), np.float16])
+def test_a_dtype_is_told_the_two_policies_that_it_can_mean(spec: Any) -> None:
+    with pytest.raises(polyamp.errors.InvalidValueError, match=r'"mixed_float16".*"float16"'):
+        policy(spec)
+
+
+@pytest.mark.parametrize("arguments", [(3,), ("matmul", None)])
+def test_an_operation_and_its_path_are_strings(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="a string"):
+        policy("mixed_float16").decide(*arguments)
 
 
 @pytest.mark.parametrize("spec", [16, object(), ["fp16"], {"compute": "float16"}])

@@ -1,18 +1,21 @@
 """StepResult: what it says, and that it is lazy."""
 
+from functools import partial, reduce
 from typing import Any
 
 import pytest
 
-from polyamp import LossScale, StepResult, advance
+import polyamp
+from polyamp import LossScale, LossScaleState, StepResult, advance
+
+
+def state(*finite: bool) -> LossScaleState:
+    config = LossScale()
+    return reduce(partial(advance, config), finite, config.initial_state())
 
 
 def result(*finite: bool) -> StepResult:
-    config = LossScale()
-    state = config.initial_state()
-    for step in finite:
-        state = advance(config, state, step)
-    return StepResult(state)
+    return StepResult(state(*finite))
 
 
 @pytest.mark.parametrize(
@@ -27,7 +30,7 @@ def result(*finite: bool) -> StepResult:
 def test_says_what_happened(trace: tuple[bool, ...], applied: bool, scale: float, skips: int) -> None:
     made = result(*trace)
     assert (bool(made), made.applied, made.scale, made.skipped_in_a_row) == (applied, applied, scale, skips)
-    assert bool(made.reason) is not applied
+    assert made.reason == ("" if applied else "gradients were not finite")
     assert f"applied={applied}" in repr(made)
     assert made.was_skipped is not applied
 
@@ -35,6 +38,18 @@ def test_says_what_happened(trace: tuple[bool, ...], applied: bool, scale: float
 def test_before_the_first_step_none_is_claimed() -> None:
     made = result()
     assert (bool(made), made.applied, made.was_skipped, made.reason) == (False, False, False, "no step was made yet")
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_an_optimizer_that_shares_a_scale_has_a_result_of_its_own(applied: bool) -> None:
+    made = StepResult(state(not applied), applied)
+    assert (made.applied, made.flag, made.was_skipped) == (applied, applied, not applied)
+    assert bool(made.reason) is not applied
+
+
+def test_what_is_no_state_is_refused() -> None:
+    with pytest.raises(polyamp.errors.InvalidTypeError, match="state"):
+        StepResult(tuple(LossScale().initial_state()))  # type: ignore[arg-type]
 
 
 class Watched(float):
@@ -49,8 +64,7 @@ class Watched(float):
 
 def test_nothing_is_read_before_somebody_looks() -> None:
     Watched.looks = 0
-    state = LossScale().initial_state()._replace(scale=Watched())
-    made = StepResult(state)
+    made = StepResult(state()._replace(scale=Watched()))
     assert Watched.looks == 0
     assert made.scale == 1.0
     assert Watched.looks == 1
@@ -65,4 +79,4 @@ class Traced:
 
 def test_traced_values_come_back_as_they_are() -> None:
     traced: Any = Traced()
-    assert StepResult(LossScale().initial_state()._replace(scale=traced)).scale is traced
+    assert StepResult(state()._replace(scale=traced)).scale is traced

@@ -19,11 +19,11 @@ from polyamp.backends.torch.autocast.context import autocast
 from polyamp.backends.torch.casting import cast
 from polyamp.backends.torch.convert import convert  # not later: importing its file would put the module in its place
 from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
-from polyamp.backends.torch.step.schedules import AppliedSteps, select
 
 if TYPE_CHECKING:
     from polyamp.backends.torch.compat.grad_scaler import GradScaler
     from polyamp.backends.torch.graphs.rewrite import explain, rewrite
+    from polyamp.backends.torch.step.schedules import AppliedSteps, select
     from polyamp.backends.torch.verbs import why_not_fused
 
 __all__ = [
@@ -43,9 +43,11 @@ __all__ = [
 
 # What a training step does not need is loaded when it is used.
 _LATER = {
+    "AppliedSteps": "step.schedules",
     "GradScaler": "compat.grad_scaler",
     "explain": "graphs.rewrite",
     "rewrite": "graphs.rewrite",
+    "select": "step.schedules",
     "why_not_fused": "verbs",
 }
 

@@ -30,8 +30,9 @@ from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.compat import cuda_amp
 from polyamp.backends.torch.compat.attached import Attached, attach
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.step.optimizer import ALIVE, LossScaledOptimizer
+from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
 from polyamp.backends.torch.step.passes import parts_of
+from polyamp.backends.torch.step.provenance import ALIVE
 from polyamp.policies import Policy
 from polyamp.run import Session, current, note_own_precision
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -24,6 +25,7 @@ from polyamp.backends.tensorflow.graphs.graph import (
     Places,
     Port,
     Scopes,
+    called_functions,
     closes_loop,
     closure,
     is_gradient,
@@ -37,7 +39,7 @@ from polyamp.backends.tensorflow.graphs.values import (
     VARIANT,
     Integers,
     Known,
-    decide_list,
+    Lists,
     is_list,
     is_number,
     numbered,
@@ -57,11 +59,11 @@ from polyamp.flow import (
     Decision,
     Value,
 )
+from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as CLASSES
+from polyamp.plan import Decider
+from polyamp.policies import Policy
 from polyamp.readers import DIVIDES, Read, factor, look
-
-if TYPE_CHECKING:
-    from polyamp.backends.tensorflow.graphs.program import Program
 
 _UPDATE = Value("strong", "the update")
 _SATURATED_GRADIENTS = ("SigmoidGrad", "TanhGrad")
@@ -95,6 +97,39 @@ class TypedNode(NamedTuple):
         return self.decision.operation
 
 
+class Program(Decider):
+    """What the passes over the functions of one program share."""
+
+    def __init__(self, policy: Policy, library: Mapping[str, Any], *, fuses: bool = True) -> None:
+        super().__init__(policy)
+        self.library = library
+        self.fuses = fuses and format_of(policy.compute).is_low
+        self.low: int = tf.as_dtype(policy.compute).as_datatype_enum
+        self.not_entered: dict[str, str] = {}
+        self.lists = Lists()
+        self.bodies: dict[Any, Pass] = {}  # that have been decided so far
+
+    @abstractmethod
+    def decide_special(self, decisions: Pass, node: Node) -> TypedNode | None:
+        """Decide a node that calls functions or has a list; None for any other node."""
+
+    def has_products(self, names: Sequence[str]) -> bool:
+        """Return whether functions, or functions that they call, have float32 products that a policy would lower."""
+
+        def nodes(name: str) -> Sequence[Any]:
+            return self.library[name].node_def if name in self.library else ()
+
+        entered = closure(names, lambda name: (one for node in nodes(name) for one in called_functions(node)))
+        return any(_is_full_product(node) for name in entered for node in nodes(name))
+
+
+def _is_full_product(definition: Any) -> bool:
+    operation = OPERATIONS.get(definition.op)
+    if operation is None or CLASSES[operation].op_class != "lower":
+        return False
+    return any(definition.attr[key].type == FLOAT32 for key in ("T", "dtype") if key in definition.attr)
+
+
 class Pass:
     """The decisions for one graph, or for a function's body with the arguments of one call."""
 
@@ -113,7 +148,7 @@ class Pass:
         names = (name for name, _ in graph.arguments)
         self.known: dict[str, Known] = dict(zip(names, arguments, strict=True))
         self.integers = Integers(graph, self.known)
-        self.scopes = Scopes(graph, path, traced, lambda: (body.scopes for body in program.bodies))
+        self.scopes = Scopes(graph, path, traced, lambda: (body.scopes for body in program.bodies.values()))
         self.parts, self._places = parts_of(graph, program.library), places
         self._numbering, self._numbers = numbered(graph, self.known, lambda value: places.shape(graph, value))
         # the first value with a number and a type
@@ -244,11 +279,9 @@ class Pass:
         is_averaging = node.name in self.parts.averaging and node.called
         if is_averaging and not self.program.has_products(node.called):
             return self.as_written(node, "updates its own variable", _UPDATE)
-        if is_list(node):
-            return decide_list(self, node)
         if node.op in _SPECIAL:
             return _SPECIAL[node.op](self, node)
-        return self.program.decide_call(self, node) or self.by_flow(node)
+        return self.program.decide_special(self, node) or self.by_flow(node)
 
     def _remember(self, node: Node, decided: TypedNode) -> None:
         if decided.decision.op_class == "lower" and decided.decision.output.state == "strong":

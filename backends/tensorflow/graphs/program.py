@@ -7,21 +7,29 @@ over a program is repeated until the contents of its lists are known; see `value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.devices import device_of
+from polyamp.backends.tensorflow.devices import device_of, lowerable
 from polyamp.backends.tensorflow.graphs.capture import POLICY_ATTRIBUTE, check_graph, rewritten_before
-from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass, TypedNode
-from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, Places, called_functions, closure
-from polyamp.backends.tensorflow.graphs.values import VARIANT, Known, Lists, capture, value_of_type
+from polyamp.backends.tensorflow.graphs.decisions import Inside, Pass, Program, TypedNode
+from polyamp.backends.tensorflow.graphs.graph import FLOAT32, Graph, Node, Places
+from polyamp.backends.tensorflow.graphs.values import (
+    CREATING,
+    VARIANT,
+    Known,
+    Lists,
+    capture,
+    is_item,
+    is_list,
+    value_of_type,
+)
 from polyamp.backends.tensorflow.operations import OPERATIONS
 from polyamp.backends.tensorflow.unstable import FunctionLibrary, graph_of
-from polyamp.flow import CARRIED, Decision, Value
+from polyamp.flow import CARRIED, TABLE, Decision, Value
 from polyamp.formats import format_of
-from polyamp.operations import OPERATIONS as TABLE_OF_CLASSES
 from polyamp.plan import Decider
 from polyamp.policies import Policy
 
@@ -29,17 +37,12 @@ REWRITTEN = "rewritten already"
 """The reason for a call of a function that was rewritten under the same policy."""
 
 
-class Program(Decider):
-    """What is decided in all functions of one program: each is decided once for the same arguments."""
+class Functions(Program):
+    """A program whose functions are decided each once for the same arguments."""
 
     def __init__(self, policy: Policy, library: Mapping[str, Any], traced: Any = None, *, fuses: bool = True) -> None:
-        super().__init__(policy)
-        self.library, self._traced = library, traced
-        self.fuses = fuses and format_of(policy.compute).is_low
-        self.low: int = tf.as_dtype(policy.compute).as_datatype_enum
-        self.not_entered: dict[str, str] = {}
-        self.lists = Lists()
-        self._bodies: dict[Any, Pass] = {}
+        super().__init__(policy, library, fuses=fuses)
+        self._traced = traced
 
     def settled(self, graph: Graph, arguments: Sequence[Known] = ()) -> Pass:
         """Decide a graph until the contents of lists are known; after any number of passes the result is consistent."""
@@ -48,31 +51,28 @@ class Program(Decider):
             self.lists.keep(decisions.known[value].held for value in decisions.graph.returns)
             if not self.lists.settle():
                 break
-            self._bodies = {}
+            self.bodies = {}
             decisions = Pass(graph, self, arguments, traced=self._traced)
         return decisions
 
-    def decide_call(self, decisions: Pass, node: Node) -> TypedNode | None:
-        """Decide a node that calls functions; None for any other node."""
+    def decide_special(self, decisions: Pass, node: Node) -> TypedNode | None:
+        """Decide a node that calls functions or has a list; None for any other node."""
+        if is_list(node):
+            return _list(decisions, node)
         if not node.called:
             return None
         if reason := self.why_kept(node.called):
             return _kept(decisions, node, reason)
-        return _HANDLERS.get(node.op, _not_entered)(decisions, node)
+        return _HANDLERS.get(node.op, _not_entered)(self, decisions, node)
 
     def body(self, name: str, arguments: Sequence[Known], path: str) -> Pass:
         """Return the decisions for a function's body with these arguments."""
         key = (name, tuple(arguments), path if self.policy.rules else "")
-        if key not in self._bodies:
+        if key not in self.bodies:
             graph = Graph.of_function(self.library[name], self.library)
             traced = graph_of(name, self._traced)
-            self._bodies[key] = Pass(graph, self, arguments, path, traced, name)
-        return self._bodies[key]
-
-    @property
-    def bodies(self) -> Iterable[Pass]:
-        """The bodies that have been decided so far."""
-        return self._bodies.values()
+            self.bodies[key] = Pass(graph, self, arguments, path, traced, name)
+        return self.bodies[key]
 
     def why_kept(self, names: Sequence[str]) -> str:
         """Return the reason why a call of these functions must stay unchanged; empty if it may change."""
@@ -80,15 +80,6 @@ class Program(Decider):
         if None in definitions:
             return "an unknown function"
         return REWRITTEN if any(map(self._is_rewritten, definitions)) else ""
-
-    def has_products(self, names: Sequence[str]) -> bool:
-        """Return whether functions, or functions that they call, have float32 products that a policy would lower."""
-
-        def nodes(name: str) -> Sequence[Any]:
-            return self.library[name].node_def if name in self.library else ()
-
-        entered = closure(names, lambda name: (one for node in nodes(name) for one in called_functions(node)))
-        return any(_is_full_product(node) for name in entered for node in nodes(name))
 
     def _is_rewritten(self, definition: Any) -> bool:
         marked = next((node for node in definition.node_def if POLICY_ATTRIBUTE in node.attr), None)
@@ -100,33 +91,26 @@ class Program(Decider):
         return True
 
 
-def _is_full_product(definition: Any) -> bool:
-    operation = OPERATIONS.get(definition.op)
-    if operation is None or TABLE_OF_CLASSES[operation].op_class != "lower":
-        return False
-    return any(definition.attr[key].type == FLOAT32 for key in ("T", "dtype") if key in definition.attr)
-
-
-def _call(decisions: Pass, node: Node) -> TypedNode:
+def _call(program: Functions, decisions: Pass, node: Node) -> TypedNode:
     arguments = decisions.inputs_of(node)
     name = node.definition.attr["f"].func.name
-    caller = _forward_call(decisions, decisions.program.library[name]) or node
-    body = decisions.program.body(name, arguments, decisions.scopes.scope_of(caller))
+    caller = _forward_call(decisions, program.library[name]) or node
+    body = program.body(name, arguments, decisions.scopes.scope_of(caller))
     results = _results(body)
     return _calling(
         node, arguments, results, {"Tin": arguments, "Tout": results}, [Inside(name, body, _types(results))]
     )
 
 
-def _conditional(decisions: Pass, node: Node) -> TypedNode:
+def _conditional(program: Functions, decisions: Pass, node: Node) -> TypedNode:
     """Decide a conditional. A result is in 16 bits if every branch returns it in 16 bits, else in float32."""
     attributes = node.definition.attr
     names = [attributes[key].func.name for key in ("then_branch", "else_branch") if key in attributes]
     names = names or [function.name for function in attributes["branches"].list.func]
     chooser, *arguments = decisions.inputs_of(node)
-    bodies = [decisions.program.body(name, arguments, decisions.scopes.scope_of(node)) for name in names]
+    bodies = [program.body(name, arguments, decisions.scopes.scope_of(node)) for name in names]
     pairs = zip(node.output_ports, zip(*map(_results, bodies), strict=True), strict=True)
-    results = [_joined(decisions.program.lists, port.dtype, knowns) for port, knowns in pairs]
+    results = [_joined(program.lists, port.dtype, knowns) for port, knowns in pairs]
     insides = [Inside(name, body, _types(results)) for name, body in zip(names, bodies, strict=True)]
     return _calling(node, [chooser, *arguments], results, {"Tin": arguments, "Tout": results}, insides)
 
@@ -142,7 +126,7 @@ def _joined(lists: Lists, declared: int, knowns: Sequence[Known]) -> Known:
     return chosen if len(types) == 1 else chosen._replace(dtype=FLOAT32)
 
 
-def _loop(decisions: Pass, node: Node) -> TypedNode:
+def _loop(program: Functions, decisions: Pass, node: Node) -> TypedNode:
     """Decide a loop. Values that may add up over the iterations are float32; values that it only reads stay unchanged.
 
     The body is first decided as if all carried values were strong float32. If the body nevertheless returns a low
@@ -151,23 +135,23 @@ def _loop(decisions: Pass, node: Node) -> TypedNode:
     names = [node.definition.attr[key].func.name for key in ("cond", "body")]
     path = decisions.scopes.scope_of(node)
     incoming = decisions.inputs_of(node)
-    unchanged = _unchanged(decisions.program.library[names[1]])
+    unchanged = _unchanged(program.library[names[1]])
     carried = [
         known
         if position in unchanged
         else Known(port.dtype, CARRIED if port.dtype == FLOAT32 else known.value, held=known.held)
         for position, (port, known) in enumerate(zip(node.input_ports, incoming, strict=True))
     ]
-    made = _results(decisions.program.body(names[1], carried, path))
-    low = decisions.program.low
+    made = _results(program.body(names[1], carried, path))
+    low = program.low
     carried = [
         Known(low, Value("low", result.value.maker)) if _stays_low(first, known, result) else known
         for first, known, result in zip(incoming, carried, made, strict=True)
     ]
-    condition, iteration = (decisions.program.body(name, carried, path) for name in names)
+    condition, iteration = (program.body(name, carried, path) for name in names)
     for known, result in zip(carried, _results(iteration), strict=True):
         if known.dtype == VARIANT:
-            decisions.program.lists.tie([known.held, result.held])
+            program.lists.tie([known.held, result.held])
     insides = [Inside(names[0], condition, _types(_results(condition))), Inside(names[1], iteration, _types(carried))]
     return _calling(node, carried, carried, {"T": carried}, insides)
 
@@ -191,7 +175,7 @@ def _unchanged(body: Any) -> set[int]:
     return found
 
 
-def _iteration(decisions: Pass, node: Node) -> TypedNode:
+def _iteration(program: Functions, decisions: Pass, node: Node) -> TypedNode:
     """Decide ``for batch in dataset``: the body keeps its types, and the values that it carries are float32."""
     # Its arguments are the carried values, then an element, then captured values.
     carried = len(node.definition.attr["Tstate"].list.type)
@@ -199,23 +183,23 @@ def _iteration(decisions: Pass, node: Node) -> TypedNode:
     for name in node.called:
         arguments = [
             Known(arg.type, CARRIED if place < carried and arg.type == FLOAT32 else value_of_type(arg.type))
-            for place, arg in enumerate(decisions.program.library[name].signature.input_arg)
+            for place, arg in enumerate(program.library[name].signature.input_arg)
         ]
         captured = len(node.definition.attr["Targuments"].list.type)
         for place, known in enumerate(decisions.inputs_of(node)[-captured:] if captured else (), -captured):
             arguments[place] = known._replace(dtype=arguments[place].dtype)
-        body = decisions.program.body(name, arguments, decisions.scopes.scope_of(node))
+        body = program.body(name, arguments, decisions.scopes.scope_of(node))
         insides.append(Inside(name, body, tuple(dtype for _, dtype in body.graph.results)))
     decided = _kept(decisions, node, "calls functions")
     results = [known._replace(value=CARRIED) if known.dtype == FLOAT32 else known for known in decided.results]
     return decided._replace(results=results, inside=tuple(insides))
 
 
-def _not_entered(decisions: Pass, node: Node) -> TypedNode:
+def _not_entered(program: Functions, decisions: Pass, node: Node) -> TypedNode:
     """Leave the functions of any other node as written. If they have products, record that they were not entered."""
-    if decisions.program.has_products(node.called):
+    if program.has_products(node.called):
         line = Places(decisions.traced).line(node.name)
-        decisions.program.not_entered.setdefault(node.op, line or decisions.scopes.path_of(node))
+        program.not_entered.setdefault(node.op, line or decisions.scopes.path_of(node))
     return _kept(decisions, node, "the functions of this operation run as written")
 
 
@@ -255,7 +239,61 @@ def _forward_call(decisions: Pass, function: Any) -> Node | None:
     return next((node for node in calls if node.definition.attr["f"].func.name == forward), None)
 
 
-_HANDLERS: dict[str, Callable[[Pass, Node], TypedNode]] = {
+def _list(decisions: Pass, node: Node) -> TypedNode:
+    """Decide a node that makes, fills, reads or moves a list: items have the type of the values put into the list."""
+    name = _list_of(decisions, node)
+    lists, low = decisions.program.lists, decisions.program.low
+    value, attributes = lists.value_of(name), node.definition.attr
+    is_low = lists.is_low(name) and "element_dtype" in attributes and attributes["element_dtype"].type == FLOAT32
+    dtype = low if is_low else FLOAT32
+    reason = f"holds values from {value.maker}" if value.maker else "its items are lowered"
+    decided = decisions.as_written(
+        node, reason if is_low else "holds float32", value, decisions.class_of(node, "tensor_list")
+    )
+    decided = decided._replace(
+        input_types=[dtype if is_item(node, port) else port.dtype for port in node.input_ports],
+        results=[
+            Known(VARIANT, held=name)
+            if port.dtype == VARIANT
+            else Known(dtype, value)
+            if is_item(node, port)
+            else known
+            for port, known in zip(node.output_ports, decided.results, strict=True)
+        ],
+    )
+    if not is_low:
+        return decided
+    decision = decided.decision._replace(format=decisions.program.compute)
+    return decided._replace(decision=decision, changes={"element_dtype": tf.compat.v1.AttrValue(type=low)})
+
+
+def _list_of(decisions: Pass, node: Node) -> str:
+    """Return the name of a node's list, and record what the node does to it."""
+    lists = decisions.program.lists
+    pairs = list(zip(node.input_ports, decisions.inputs_of(node), strict=True))
+    names = [known.held for port, known in pairs if port.dtype == VARIANT]
+    name = f"{decisions.name}/{node.name}" if node.op in CREATING else lists.tie(names)
+    items = [known for port, known in pairs if is_item(node, port)]
+    for known in items:
+        lists.put(name, known.value)
+    moves_items = bool(items) or any(is_item(node, port) for port in node.output_ports)
+    has_kernel = not moves_items or lowerable(node, decisions.program.low)
+    is_ruled = decisions.class_of(node, "tensor_list").reason != TABLE
+    if is_ruled or not has_kernel or _adds_to_one_item(decisions, node):
+        lists.keep([name])
+    if node.op == "AddN":
+        lists.take(name, is_low=False)  # as long as the items are float32, the sum takes float32
+    return name
+
+
+def _adds_to_one_item(decisions: Pass, node: Node) -> bool:
+    """Return whether a node adds lists, and one of them is zero except for one item, the same in every iteration."""
+    makers = [decisions.graph.maker.get(value) for value in node.inputs] if node.op == "AddN" else []
+    sets = (maker for maker in makers if maker is not None and maker.op == "TensorListSetItem")
+    return any(decisions.known[maker.inputs[1]].is_constant for maker in sets)
+
+
+_HANDLERS: dict[str, Callable[[Functions, Pass, Node], TypedNode]] = {
     "PartitionedCall": _call,
     "StatefulPartitionedCall": _call,
     "If": _conditional,
@@ -274,7 +312,7 @@ _PASSES = 5  # more than one, because a list may hold values from another list
 
 def decided_for(concrete: Any, policy: Policy, *, fuses: bool = True) -> Pass:
     """Return the decisions for a ``ConcreteFunction`` under a policy."""
-    program = Program(policy, FunctionLibrary(), concrete.graph, fuses=fuses)
+    program = Functions(policy, FunctionLibrary(), concrete.graph, fuses=fuses)
     graph = Graph.of_function(concrete.function_def, program.library)
     return program.settled(graph, _arguments(graph, concrete, program))
 
@@ -282,7 +320,7 @@ def decided_for(concrete: Any, policy: Policy, *, fuses: bool = True) -> Pass:
 def decided_graph(graph_def: Any, policy: Policy) -> Pass:
     """Return the decisions for a ``GraphDef`` under a policy."""
     check_graph(graph_def)
-    program = Program(policy, {function.signature.name: function for function in graph_def.library.function})
+    program = Functions(policy, {function.signature.name: function for function in graph_def.library.function})
     return program.settled(Graph(graph_def.node, program.library))
 
 

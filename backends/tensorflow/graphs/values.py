@@ -17,20 +17,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
-from polyamp.backends.tensorflow.devices import lowerable
 from polyamp.backends.tensorflow.graphs.graph import FLOAT32, FLOATING, READS, Graph, Node
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.flow import CARRIED, INPUT, TABLE, WEAK, Value, largest_integer
+from polyamp.flow import CARRIED, INPUT, WEAK, Value, largest_integer
 from polyamp.numbering import Numbering
 from polyamp.plan import Decider
-
-if TYPE_CHECKING:
-    from polyamp.backends.tensorflow.graphs.decisions import Pass, TypedNode
 
 VARIANT: int = tf.variant.as_datatype_enum
 MOVING = ("AddN", "Identity", "TensorListResize", "ZerosLike")
@@ -316,57 +312,3 @@ def _attributes(node: Node) -> Iterator[Hashable]:
         if not name.startswith("_"):
             yield name
             yield value.SerializeToString()
-
-
-def decide_list(decisions: Pass, node: Node) -> TypedNode:
-    """Decide a node that makes, fills, reads or moves a list: items have the type of the values put into the list."""
-    name = _list_of(decisions, node)
-    lists, low = decisions.program.lists, decisions.program.low
-    value, attributes = lists.value_of(name), node.definition.attr
-    is_low = lists.is_low(name) and "element_dtype" in attributes and attributes["element_dtype"].type == FLOAT32
-    dtype = low if is_low else FLOAT32
-    reason = f"holds values from {value.maker}" if value.maker else "its items are lowered"
-    decided = decisions.as_written(
-        node, reason if is_low else "holds float32", value, decisions.class_of(node, "tensor_list")
-    )
-    decided = decided._replace(
-        input_types=[dtype if is_item(node, port) else port.dtype for port in node.input_ports],
-        results=[
-            Known(VARIANT, held=name)
-            if port.dtype == VARIANT
-            else Known(dtype, value)
-            if is_item(node, port)
-            else known
-            for port, known in zip(node.output_ports, decided.results, strict=True)
-        ],
-    )
-    if not is_low:
-        return decided
-    decision = decided.decision._replace(format=decisions.program.compute)
-    return decided._replace(decision=decision, changes={"element_dtype": tf.compat.v1.AttrValue(type=low)})
-
-
-def _list_of(decisions: Pass, node: Node) -> str:
-    """Return the name of a node's list, and record what the node does to it."""
-    lists = decisions.program.lists
-    pairs = list(zip(node.input_ports, decisions.inputs_of(node), strict=True))
-    names = [known.held for port, known in pairs if port.dtype == VARIANT]
-    name = f"{decisions.name}/{node.name}" if node.op in CREATING else lists.tie(names)
-    items = [known for port, known in pairs if is_item(node, port)]
-    for known in items:
-        lists.put(name, known.value)
-    moves_items = bool(items) or any(is_item(node, port) for port in node.output_ports)
-    has_kernel = not moves_items or lowerable(node, decisions.program.low)
-    is_ruled = decisions.class_of(node, "tensor_list").reason != TABLE
-    if is_ruled or not has_kernel or _adds_to_one_item(decisions, node):
-        lists.keep([name])
-    if node.op == "AddN":
-        lists.take(name, is_low=False)  # as long as the items are float32, the sum takes float32
-    return name
-
-
-def _adds_to_one_item(decisions: Pass, node: Node) -> bool:
-    """Return whether a node adds lists, and one of them is zero except for one item, the same in every iteration."""
-    makers = [decisions.graph.maker.get(value) for value in node.inputs] if node.op == "AddN" else []
-    sets = (maker for maker in makers if maker is not None and maker.op == "TensorListSetItem")
-    return any(decisions.known[maker.inputs[1]].is_constant for maker in sets)

@@ -19,9 +19,10 @@ from torch.autograd.graph import increment_version
 from polyamp.backends.torch.modules import names_of
 from polyamp.backends.torch.step import refusals
 from polyamp.backends.torch.step.gradients import Gradients
-from polyamp.backends.torch.step.guards import LISTENERS, report_hooks, update_begins
+from polyamp.backends.torch.step.guards import report_hooks
 from polyamp.backends.torch.step.optimizer import LossScaledOptimizer, update_or_skip
 from polyamp.backends.torch.step.overflow import explanation
+from polyamp.backends.torch.step.passes import LISTENERS, scale, update_begins
 from polyamp.backends.torch.step.ranks import RankSet, has_peers
 from polyamp.backends.torch.step.saving import FIX, bad_state
 from polyamp.backends.torch.step.scale import LossScaler
@@ -157,7 +158,7 @@ class GradScaler(torch.amp.GradScaler):
             outputs = list(outputs)
         if not self.config.check or (isinstance(outputs, list | tuple) and not outputs):
             return outputs
-        return self.scaler.scale(outputs, process_group=None)
+        return scale(self.scaler, outputs, process_group=None)
 
     @not_traced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:

@@ -32,7 +32,8 @@ from polyamp.backends.torch.casting import cast_to
 from polyamp.backends.torch.compat.grad_scaler import unscale_once
 from polyamp.backends.torch.convert import convert
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
-from polyamp.backends.torch.step.optimizer import ALIVE, LossScaledOptimizer
+from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.step.provenance import ALIVE
 from polyamp.backends.torch.step.refusals import different_loss_scales
 from polyamp.backends.torch.verbs import loss_scale_of, wrap_optimizer
 from polyamp.errors import UnsupportedError, UsageError, missing_trainer, norm_limit
@@ -109,7 +110,8 @@ class _Precision(BaseOfFabric):
     def _wrap(self, optimizer: torch.optim.Optimizer) -> LossScaledOptimizer:
         """Return the optimizer wrapped, or itself if it is; all share the loss scale of the first."""
         first = self.optimizers[0] if self.optimizers else None
-        wrapped = next((one for one in ALIVE if optimizer in (one, one.inner)), None)  # by hand, or for an earlier fit
+        known = (one for one in ALIVE if isinstance(one, LossScaledOptimizer) and optimizer in (one, one.inner))
+        wrapped = next(known, None)  # by hand, or for an earlier fit
         if wrapped is None:
             wrapped = wrap_optimizer(optimizer, self.policy, **self._options)
             if first is not None:

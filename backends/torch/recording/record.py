@@ -23,9 +23,8 @@ from polyamp.backends.torch.dtypes import name_of
 from polyamp.backends.torch.recording.changes import Changes
 from polyamp.backends.torch.recording.mode import Recorder, UpdateBegins
 from polyamp.backends.torch.recording.reach import Reach, names_of
-from polyamp.backends.torch.step.guards import observed
-from polyamp.backends.torch.step.optimizer import ALIVE
-from polyamp.backends.torch.step.passes import PASSES
+from polyamp.backends.torch.step.passes import PASSES, observed
+from polyamp.backends.torch.step.provenance import ALIVE
 from polyamp.backends.torch.tracking import Tracker
 from polyamp.diagnosis.recording import ACTIVATION, PARAMETER, Observation, Recording
 from polyamp.errors import InvalidTypeError, NonFiniteLossError, UnsupportedError, shown
@@ -133,7 +132,7 @@ class Run:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo, on exit, all changes that are made while this context is active."""
-        windows = [holder for optimizer in list(ALIVE) for holder in optimizer.holders()]
+        windows = [part for one in list(ALIVE) for part in (one, one.witness, *one.scaler.all())]
         scalers = [
             part
             for one in self.reach.all_of(torch.amp.GradScaler)

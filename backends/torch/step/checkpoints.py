@@ -21,16 +21,14 @@ import inspect
 import json
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyamp.backends.torch.step import saving
+from polyamp.backends.torch.step.provenance import WrappedOptimizer
 from polyamp.errors import warn_once
-
-if TYPE_CHECKING:
-    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
 
 MASTER, NOTHING, REST = "polyamp_master", "polyamp_no_master", "polyamp"
 
@@ -40,7 +38,7 @@ Saved = dict[str, Any]
 class StateNames:
     """The names of each parameter's state, by the model's parameters: all that is read of an optimizer's ``state``."""
 
-    def __init__(self, optimizer: LossScaledOptimizer) -> None:
+    def __init__(self, optimizer: WrappedOptimizer) -> None:
         self._optimizer = optimizer
 
     def __bool__(self) -> bool:  # false would mean that a step has to create the state
@@ -53,10 +51,10 @@ class StateNames:
         return names[id(param)]
 
 
-_names: weakref.WeakKeyDictionary[LossScaledOptimizer, dict[int, list[str]]] = weakref.WeakKeyDictionary()
+_names: weakref.WeakKeyDictionary[WrappedOptimizer, dict[int, list[str]]] = weakref.WeakKeyDictionary()
 
 
-def param_groups(optimizer: LossScaledOptimizer) -> list[dict[str, Any]]:
+def param_groups(optimizer: WrappedOptimizer) -> list[dict[str, Any]]:
     """Return the parameter groups, with the model's own parameters."""
     models = iter(list(optimizer.model_parameters()))
     groups = [{**group, "params": [next(models) for _ in group["params"]]} for group in optimizer.inner.param_groups]
@@ -64,7 +62,7 @@ def param_groups(optimizer: LossScaledOptimizer) -> list[dict[str, Any]]:
     return groups
 
 
-def model_states(optimizer: LossScaledOptimizer) -> dict[Tensor, Saved]:
+def model_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
     """Return the states by the model's own parameters."""
     keys = [param for group in optimizer.inner.param_groups for param in group["params"]]
     kept = {**_initial_states(optimizer), **optimizer.inner.state}
@@ -76,7 +74,7 @@ def model_states(optimizer: LossScaledOptimizer) -> dict[Tensor, Saved]:
     return states
 
 
-def state_dict(optimizer: LossScaledOptimizer) -> Saved:
+def state_dict(optimizer: WrappedOptimizer) -> Saved:
     """Return the state dict, in torch's own form."""
     numbers = {id(param): number for number, param in enumerate(optimizer.model_parameters())}
     groups = param_groups(optimizer)
@@ -94,7 +92,7 @@ def is_checkpoint(saved: Any) -> bool:
     return isinstance(groups, list | tuple) and any(isinstance(one, Mapping) and REST in one for one in groups)
 
 
-def read(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> Saved:
+def read(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
     """Return the state dict in the form of `LossScaledOptimizer.state_dict`, from the result of `state_dict`."""
     # A frozen parameter has no state in it, so its master keeps its value, which is the parameter's.
     groups = [{key: value for key, value in group.items() if key != REST} for group in saved["param_groups"]]
@@ -121,7 +119,7 @@ def read(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> Saved:
     return {"state": {number: state for number, state in states.items() if state}, "param_groups": groups, **ours}
 
 
-def _initial_states(optimizer: LossScaledOptimizer) -> dict[Tensor, Saved]:
+def _initial_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
     """Return the states that the inner optimizer would create for parameters that have none, and change nothing."""
     # They come from a step on gradients of zero, with learning rate zero. Optimizers that need a closure cannot make
     # it.
@@ -153,7 +151,7 @@ def _initial_states(optimizer: LossScaledOptimizer) -> dict[Tensor, Saved]:
             param.grad = gradient
 
 
-def report_lost_state(optimizer: LossScaledOptimizer) -> None:
+def report_lost_state(optimizer: WrappedOptimizer) -> None:
     """Warn once if a state was loaded that has made steps, and has lost what the optimizer keeps of them."""
     scale, inner = optimizer.scaler.state, optimizer.inner
     if scale.steps <= scale.skipped or any(inner.state.values()) or hasattr(inner, "join_hook"):
@@ -175,7 +173,7 @@ def _needs_closure(inner: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _masters(optimizer: LossScaledOptimizer) -> dict[int, Tensor]:
+def _masters(optimizer: WrappedOptimizer) -> dict[int, Tensor]:
     """Return the masters by the ids of their parameters."""
     masters = optimizer.masters
     if masters is None:
@@ -183,7 +181,7 @@ def _masters(optimizer: LossScaledOptimizer) -> dict[int, Tensor]:
     return {id(param): value.detach() for param, value in zip(masters.model, masters.state().values(), strict=True)}
 
 
-def _rest(optimizer: LossScaledOptimizer) -> dict[str, str]:
+def _rest(optimizer: WrappedOptimizer) -> dict[str, str]:
     """Return the entries that do not belong to one parameter, as text, which is saved and gathered unchanged."""
     # They are the same on every rank, since files keep one value per name.
     saved = saving.own_part(optimizer)
@@ -202,7 +200,7 @@ def _without_gaps(state: Mapping[str, Any]) -> Saved:
     return {key: value for key, value in state.items() if key != NOTHING and value != {}}
 
 
-def _read_masters(optimizer: LossScaledOptimizer, found: list[Any]) -> dict[int, Tensor]:
+def _read_masters(optimizer: WrappedOptimizer, found: list[Any]) -> dict[int, Tensor]:
     """Return the masters in their order, from the value found for each parameter."""
     own = _masters(optimizer)
     read = (

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyamp.errors import check_callable
-
-if TYPE_CHECKING:
-    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
+from polyamp.backends.torch.step.gradients import Gradients
+from polyamp.backends.torch.step.masters import MasterWeights
+from polyamp.backends.torch.step.provenance import WrappedOptimizer
+from polyamp.backends.torch.step.scale import Scaling
 
 Closure = Callable[[], Any]
 
@@ -27,91 +27,71 @@ def evaluates_once(inner: torch.optim.Optimizer) -> bool:
     return type(inner).__module__.startswith("torch.optim.") and not isinstance(inner, torch.optim.LBFGS)
 
 
-def step_with_closure(optimizer: LossScaledOptimizer, closure: Closure, scaled: bool | None) -> Any:
-    """Step with a closure, which makes the gradients: once before the step, or whenever the optimizer calls it."""
-    allowed, fix = "a function that computes the loss and returns it, or None", "give the function itself"
-    check_callable(closure, where="step(closure)", allowed=allowed, fix=fix)
-    if not evaluates_once(optimizer.inner):
-        try:
-            return _step_reevaluating(optimizer, closure, scaled)
-        except Exception:
-            optimizer.tell_peers()
-            raise
-        finally:
-            optimizer.is_decided = False
-    with torch.enable_grad():
-        loss = closure()
-    optimizer.make_step(scaled)
-    return loss
-
-
 class _Overflow(Exception):
     """Exception that leaves the inner optimizer's step from inside the closure."""
 
 
-def _step_reevaluating(optimizer: LossScaledOptimizer, closure: Closure, scaled: bool | None) -> Any:
-    """Step with a closure that is evaluated several times. A later evaluation that overflows undoes the whole step."""
+def step_reevaluating(
+    optimizer: WrappedOptimizer,
+    evaluate: Closure,
+    find: Callable[[], Scaling | None],
+    prepare: Callable[[Scaling], tuple[Tensor, Gradients]],
+    *,
+    has_gradients: bool,
+) -> tuple[Any, bool, Scaling | None]:
+    """Make a step of an optimizer that evaluates the closure itself; an evaluation that overflows undoes all of it.
+
+    Args:
+        optimizer: the wrapped optimizer.
+        evaluate: clears the gradients and calls the closure.
+        find: returns what its gradients are multiplied by; None if there are none.
+        prepare: unscales, tests and clips them; the tensor is 1.0 if they overflowed.
+        has_gradients: whether a scaled loss has already produced gradients for this step.
+
+    Returns:
+        The result of the step, whether it was applied, and the last result of ``find``.
+    """
     # This needs one copy of parameters and state.
-    is_first = isinstance(optimizer.inner, torch.optim.LBFGS) or not _has_gradients(optimizer)
-    first = _evaluate(optimizer, closure) if is_first else None
-    found = optimizer.scaling_of_gradients(scaled)
-    if found is None:
-        optimizer.close(optimizer.scaler, True, None)
-        return first
-    scaling = found
-    if optimizer.prepare(scaling)[0]:
-        optimizer.finish(False, scaling)
-        return first
-    before = _Snapshot(optimizer.inner)
-    is_passed_on = not is_first
+    inner, masters = optimizer.inner, optimizer.masters
+    is_first = isinstance(inner, torch.optim.LBFGS) or not has_gradients
+    first = evaluate() if is_first else None
+    scaling = find()
+    if scaling is None or prepare(scaling)[0]:
+        return first, scaling is None, scaling
+    before, is_passed_on = _Snapshot(inner), not is_first
 
     def prepared_closure() -> Any:
         nonlocal is_passed_on, scaling
-        passes_on, is_passed_on = not is_passed_on and before.is_current(optimizer.inner), True
+        passes_on, is_passed_on = not is_passed_on and before.is_current(inner), True
         if passes_on:
             return first
-        if optimizer.masters is not None:
-            optimizer.masters.update_model()
-        _clear_as_masters(optimizer)
-        loss = _evaluate(optimizer, closure)
-        scaling = optimizer.scaling_of_gradients(scaled) or scaling
-        if optimizer.prepare(scaling)[0]:
+        if masters is not None:
+            masters.update_model()
+            _clear_as_masters(masters)
+        loss = evaluate()
+        scaling = find() or scaling
+        if scaling is not None and prepare(scaling)[0]:
             raise _Overflow
         return loss
 
     result, applied = first, False
     try:
-        result = optimizer.inner.step(prepared_closure)
+        result = inner.step(prepared_closure)
         applied = True
     except _Overflow:
-        pass  # `finally` undoes the step, and finish(False) reports it
+        pass  # `finally` undoes the step, and the caller reports it
     finally:
         if not applied:
-            before.restore(optimizer.inner)
-            if optimizer.masters is not None:
-                optimizer.masters.update_model()
-    optimizer.finish(applied, scaling)
-    return result
+            before.restore(inner)
+            if masters is not None:
+                masters.update_model()
+    return result, applied, scaling
 
 
-def _has_gradients(optimizer: LossScaledOptimizer) -> bool:
-    """Return whether a scaled loss has already produced gradients for this step."""
-    witness = optimizer.witness
-    made = witness.scaling is not None and not witness.from_last_step
-    return made and optimizer.first_with_gradient() is not None
-
-
-def _clear_as_masters(optimizer: LossScaledOptimizer) -> None:
+def _clear_as_masters(masters: MasterWeights) -> None:
     """Clear the model's gradients if the inner optimizer, which only knows the masters, cleared theirs."""
-    masters = optimizer.masters
-    if masters is not None and not any(one.grad is not None and one.grad.any() for one in masters.masters):
+    if not any(one.grad is not None and one.grad.any() for one in masters.masters):
         masters.zero_grad(set_to_none=True)
-
-
-def _evaluate(optimizer: LossScaledOptimizer, closure: Closure) -> Any:
-    optimizer.forget_gradients()
-    with torch.enable_grad():
-        return closure()
 
 
 class _Snapshot:

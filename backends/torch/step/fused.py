@@ -25,7 +25,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,17 +38,15 @@ from polyamp.backends.torch.kernels.operators import STATS, WORKSPACE
 from polyamp.backends.torch.kernels.optimizers import RULES, Settings, rules_of, update_rule_of
 from polyamp.backends.torch.step.batches import NO_MASTERS, Batch, Calls, is_dense
 from polyamp.backends.torch.step.gradients import Gradients
-from polyamp.backends.torch.step.overflow import explanation
+from polyamp.backends.torch.step.provenance import WrappedOptimizer
 from polyamp.backends.torch.step.ranks import add_shards_, has_peers
+from polyamp.backends.torch.step.scale import Scaling
 from polyamp.backends.torch.unstable import has_step_pre_hooks, is_flattened, run_with_step_hooks
 from polyamp.errors import InvalidValueError, PolyampError
 from polyamp.settings import LossScale
 
-if TYPE_CHECKING:
-    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
-    from polyamp.backends.torch.step.passes import Scaling
-
 _WITH_OPERATORS = f"{', '.join(kind.__name__ for kind in RULES)} have one, unless something changes their step"
+_TESTED = "The gradients were unscaled or tested before the step."
 _REAL = frozenset({*SIXTEEN_BIT, torch.float32})
 
 
@@ -84,16 +82,19 @@ class FusedStep:
         return why_not_on(device, always=self._always) is None
 
     @torch.no_grad()
-    def step(self, optimizer: LossScaledOptimizer, scaling: Scaling) -> bool:
-        """Make a whole step from scaled gradients, without a host sync; or return False, and change nothing."""
+    def step(self, optimizer: WrappedOptimizer, scaling: Scaling, *, is_tested: bool) -> bool | Tensor | None:
+        """Make a whole step from scaled gradients, without a host sync, and return whether it was applied.
+
+        None, with nothing changed: it cannot, for example since the gradients were tested, and unscaled, before.
+        """
         # The host waits only if the optimizer's state was created for this step: a skip removes that state again.
-        scaler, known = scaling.scaler, scaling.scaler.loss_was_finite
+        scaler = scaling.scaler
         checks, max_norm = scaler.settings.check, optimizer.max_grad_norm
-        batches = self._batches(optimizer, checks=checks)
+        batches = _TESTED if is_tested else self._batches(optimizer, checks=checks)
         self.why_not = batches if isinstance(batches, str) else None
         if isinstance(batches, str):
             self._count_on_host()
-            return False
+            return None
         self._counts_on_device = True
         if optimizer.masters is not None:
             optimizer.masters.follow(idle=True)  # the operators let the others follow
@@ -117,13 +118,11 @@ class FusedStep:
             scaler.advanced(report, optimizer)
         else:
             scaler.advance(applied, optimizer)
-        explain = explanation(optimizer, known, optimizer.findings.overflowed)
-        optimizer.close(scaler, applied, explain, left=scaling)
-        return True
+        return applied
 
     def _measure(
         self,
-        optimizer: LossScaledOptimizer,
+        optimizer: WrappedOptimizer,
         scaling: Scaling,
         batches: Sequence[Batch],
         grads: Sequence[Sequence[Tensor]],
@@ -178,11 +177,9 @@ class FusedStep:
                     state["step"] = state["step"].cpu()
         self._counts_on_device = False
 
-    def _batches(self, optimizer: LossScaledOptimizer, *, checks: bool) -> list[Batch] | str:
+    def _batches(self, optimizer: WrappedOptimizer, *, checks: bool) -> list[Batch] | str:
         """Return the calls that step all parameters; or why gradients have to be unscaled first, or are."""
         masters, clips = optimizer.masters, optimizer.max_grad_norm is not None
-        if optimizer.has_tested_gradients:
-            return "The gradients were unscaled or tested before the step."
         if not (checks or masters is not None):
             return "Without a loss scale and master weights the optimizer's own kernel is as fast."
         if optimizer.checks and not checks:

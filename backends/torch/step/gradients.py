@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,8 @@ from torch.nn import Parameter
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.step.ranks import Decision, RankSet, add_shards_, layout_of, shard_group
+from polyamp.backends.torch.step.scale import LossScaler, Scaling
 from polyamp.backends.torch.unstable import have_flattened
-
-if TYPE_CHECKING:
-    from polyamp.backends.torch.step.passes import Scaling
-    from polyamp.backends.torch.step.scale import LossScaler
 
 REAL = frozenset({*SIXTEEN_BIT, torch.float32, torch.float64})
 

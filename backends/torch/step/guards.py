@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence, Set
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +21,9 @@ from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.dtypes import DTYPES, SIXTEEN_BIT
 from polyamp.backends.torch.step import refusals
 from polyamp.backends.torch.step.gradients import Gradient
-from polyamp.backends.torch.step.passes import OBSERVERS, PASSES, Pass, parts_of
-from polyamp.backends.torch.step.provenance import NEW, WITNESSES
+from polyamp.backends.torch.step.passes import LISTENERS, OBSERVERS, PASSES, Pass, parts_of
+from polyamp.backends.torch.step.provenance import ALIVE, NEW, WrappedOptimizer
+from polyamp.backends.torch.step.scale import Scaling
 from polyamp.backends.torch.unstable import (
     ask_before_clipping,
     ask_before_joining,
@@ -35,40 +34,13 @@ from polyamp.backends.torch.unstable import (
 )
 from polyamp.errors import UsageError, warn_once
 
-if TYPE_CHECKING:
-    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
-    from polyamp.backends.torch.step.passes import Scaling
-
-
-Closure = Callable[[], Any]
-Listener = Callable[[Closure | None, float | None], None]
-
 STEPS = 2  # after which a policy that does not fit is reported; the first one can be a warm-up
 
-LISTENERS: list[Listener] = []
-"""Functions of recordings, which are called where an update begins; while there are some, steps are only observed."""
 
-
-def update_begins(closure: Closure | None = None, scale: Callable[[], float] | None = None) -> None:
-    """Call the listeners, before an optimizer reads or changes anything. If one raises, the update ends."""
-    for listener in LISTENERS:
-        listener(closure, None if scale is None else scale())
-
-
-@contextmanager
-def observed(listener: Listener) -> Iterator[None]:
-    """Call a function at every update while this context is active."""
-    LISTENERS.append(listener)
-    try:
-        yield
-    finally:
-        LISTENERS.remove(listener)
-
-
-def check_not_shared(optimizer: LossScaledOptimizer, scaling: Scaling, alive: Iterable[LossScaledOptimizer]) -> None:
+def check_not_shared(optimizer: WrappedOptimizer, scaling: Scaling) -> None:
     """Refuse gradients that another optimizer of the same parameters has unscaled: they would be divided again."""
     own: set[int] = set()
-    for other in list(alive):
+    for other in list(ALIVE):
         for gradient, left in () if other is optimizer else other.witness.shared:
             if not gradient.is_there() or (left is not None and left.is_like(scaling)):
                 continue
@@ -84,21 +56,21 @@ def check_not_shared(optimizer: LossScaledOptimizer, scaling: Scaling, alive: It
                 )
 
 
-def guard(optimizer: LossScaledOptimizer, alive: Collection[LossScaledOptimizer]) -> None:
+def guard(optimizer: WrappedOptimizer) -> None:
     """Guard the steps of other optimizers, and torch's clipping functions for as long as this optimizer lives."""
     if torch.distributed.is_available():
-        ask_before_joining(partial(_check_join, alive))
+        ask_before_joining(_check_join)
     if not (optimizer.scaler.multiplies or optimizer.masters is not None):
         return
-    STEP_GUARD.register(alive)
-    ask_before_clipping("optimizers", lambda params, limit, measured: _clipped(params, limit, alive, measured))
+    STEP_GUARD.register()
+    ask_before_clipping("optimizers", _clipped)
     weakref.finalize(optimizer, leave_clipping, "optimizers").atexit = False
 
 
-def _check_join(alive: Iterable[LossScaledOptimizer], joinables: Sequence[Any]) -> None:
+def _check_join(joinables: Sequence[Any]) -> None:
     from polyamp.backends.torch.step.joining import check_join  # other programs do not load it
 
-    check_join(joinables, alive)
+    check_join(joinables, list(ALIVE))
 
 
 class Outside:
@@ -112,7 +84,7 @@ class Outside:
     def prepare_for(self, begun: Pass, _: Set[int]) -> None:
         """Observe what a pass reaches beside wrapped optimizers, as long as one of these has made no step."""
         if NEW and begun.entry.scaling.scaler.multiplies:
-            own = {id(param) for witness in list(WITNESSES) for param in witness.parameters()}
+            own = {id(param) for one in list(ALIVE) for param in one.model_parameters()}
             leaves = parts_of(begun.call.roots, whole=True)[1]
             self.watch(param for name, param in leaves.items() if name not in own)
 
@@ -152,19 +124,19 @@ class StepGuard:
     is_polyamps = True  # see `has_step_pre_hooks`
 
     def __init__(self) -> None:
-        self._alive: Collection[LossScaledOptimizer] = ()
+        self._is_registered = False
 
-    def register(self, alive: Collection[LossScaledOptimizer]) -> None:
+    def register(self) -> None:
         """Be called from now on, at little cost where no wrapped optimizer is alive."""
         # Never removed: a garbage collection would do so inside torch's loop over its hooks, or while Dynamo compiles.
-        if self._alive is not alive:
-            self._alive = alive
+        if not self._is_registered:
+            self._is_registered = True
             register_optimizer_step_pre_hook(self)
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if torch.compiler.is_compiling() or not self._alive:
+        if torch.compiler.is_compiling() or not ALIVE:
             return
-        owner, wrapped = None, list(self._alive)
+        owner, wrapped = None, list(ALIVE)
         for one in wrapped:
             if one.is_stepping:
                 return
@@ -186,13 +158,12 @@ class StepGuard:
 STEP_GUARD = StepGuard()
 
 
-def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptimizer], measured: bool) -> list[Tensor]:
+def _clipped(params: list[Tensor], limit: float, measured: bool) -> list[Tensor]:
     """Return the parameters whose gradients are clipped: masters, which have the unscaled ones, for their parameters.
 
     Args:
         params: those that torch's function was called with.
         limit: infinite if the call only measures.
-        alive: all wrapped optimizers in this process.
         measured: whether the norm of ``params`` is known already, so that others would be clipped by a wrong norm.
 
     Raises:
@@ -202,10 +173,10 @@ def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptim
         return params
     clipped = set(map(id, params))
     masters_of: dict[int, Tensor] = {}
-    for optimizer in list(alive):
-        masters = optimizer.masters
-        optimizer.witness.forget_by_hand()
-        if not math.isinf(limit) and optimizer.witness.are_scaled:
+    for optimizer in list(ALIVE):
+        masters, witness = optimizer.masters, optimizer.witness
+        witness.forget_by_hand()
+        if not math.isinf(limit) and witness.are_scaled:
             later = [] if masters is None else masters.masters  # they get their gradients later
             graded = (param for param in optimizer.model_parameters() if param.grad is not None)
             if any(id(param) in clipped for param in (*graded, *later)):
@@ -217,7 +188,7 @@ def _clipped(params: list[Tensor], limit: float, alive: Iterable[LossScaledOptim
                     fix="give polyamp.wrap_optimizer(..., max_grad_norm=) and leave this clipping out (max_grad_norm=0 "
                     "in a Hugging Face Trainer), or call opt.clip_grad_norm_(max_norm), or opt.unscale_() before it",
                 )
-        elif masters is not None and optimizer.witness.is_unscaled:
+        elif masters is not None and witness.is_unscaled:
             pairs = zip(masters.model, masters.masters, strict=True)
             masters_of |= {id(model): master for model, master in pairs if id(model) in clipped}
             is_reached = bool(masters_of) or any(id(master) in clipped for master in masters.masters)
@@ -253,21 +224,21 @@ def _is_users(hook: Any) -> bool:
     return not module.startswith(("polyamp.", "torch.distributed.", "torch.nn.parallel.", "torch._"))
 
 
-def look_for_casts(optimizer: LossScaledOptimizer, losses: Iterable[Tensor]) -> None:
+def look_for_casts(optimizer: WrappedOptimizer, losses: Iterable[Tensor]) -> None:
     """Note whether one of the first losses of an optimizer for 16 bits shows a region, or a cast to 16 bits."""
     dtype = DTYPES.get(optimizer.scaler.compute or "")
     if dtype in SIXTEEN_BIT and not torch.compiler.is_compiling():
         optimizer.lowers = optimizer.lowers or HERE.thread.policy is not None or any(map(_casts, losses))
 
 
-def report_policy(optimizer: LossScaledOptimizer, alive: Iterable[LossScaledOptimizer]) -> None:
+def report_policy(optimizer: WrappedOptimizer) -> None:
     """Warn once, from the second step on, if the policies of the regions and of the optimizer do not fit each other."""
     optimizer.steps = min(optimizer.steps + 1, STEPS)
     own, forward = optimizer.scaler.policy, HERE.thread.policy
     if optimizer.steps < STEPS or (own is not None and forward is not None and own.compute == forward.compute):
         return
     # Another optimizer may have a loss scale, and the region may have been for that one.
-    if not (own is not None and forward is not None and any(one.scaler.multiplies for one in list(alive))):
+    if not (own is not None and forward is not None and any(one.scaler.multiplies for one in list(ALIVE))):
         from polyamp.agreement import report_disagreement  # programs that agree do not load it
 
         said = _IN_FLOAT32 if optimizer.lowers is False else ""

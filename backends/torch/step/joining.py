@@ -11,23 +11,21 @@ An optimizer that ``Join`` does not know would decide with nobody, and its all-r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from polyamp.backends.torch.step.provenance import WrappedOptimizer
 from polyamp.backends.torch.step.ranks import has_peers
 from polyamp.errors import UsageError
 from polyamp.scale import StepResult
-
-if TYPE_CHECKING:
-    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
 
 
 class JoinedRank:
     """What a rank without inputs does at each step of the others: a ``JoinHook`` of torch."""
 
-    def __init__(self, optimizer: LossScaledOptimizer, inner: Any) -> None:
+    def __init__(self, optimizer: WrappedOptimizer, inner: Any) -> None:
         self._optimizer, self._inner = optimizer, inner  # the inner optimizer's own hook, if it has one
 
     def main_hook(self) -> None:
@@ -51,7 +49,7 @@ class JoinedRank:
             self._inner.post_hook(is_last_joiner)
 
 
-def check_join(joinables: Sequence[Any], optimizers: Iterable[LossScaledOptimizer]) -> None:
+def check_join(joinables: Sequence[Any], optimizers: Iterable[WrappedOptimizer]) -> None:
     """Refuse a ``Join`` of models without their wrapped optimizers, or with these before the models."""
     models = [one for one in joinables if isinstance(one, nn.Module)]
     trained = {id(param) for model in models for param in model.parameters()}

@@ -21,9 +21,8 @@ With `fused.py` two operators do 2 to 6.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,28 +30,27 @@ from torch import Tensor
 
 from polyamp.backends.torch.autocast.regions import HERE
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
-from polyamp.backends.torch.step import checkpoints, overflow, refusals, saving
+from polyamp.backends.torch.step import checkpoints, overflow, passes, refusals, saving
 from polyamp.backends.torch.step.gradients import Gradients, WindowFlags
 from polyamp.backends.torch.step.guards import (
-    LISTENERS,
     STEPS,
     check_not_shared,
     guard,
     look_for_casts,
     report_hooks,
     report_policy,
-    update_begins,
 )
 from polyamp.backends.torch.step.masters import make_masters
 from polyamp.backends.torch.step.overflow import Overflow
-from polyamp.backends.torch.step.passes import Scaling
-from polyamp.backends.torch.step.provenance import Witness
+from polyamp.backends.torch.step.passes import LISTENERS, update_begins
+from polyamp.backends.torch.step.provenance import ALIVE, Witness, WrappedOptimizer
 from polyamp.backends.torch.step.ranks import has_peers
-from polyamp.backends.torch.step.scale import LossScaler, losses_in
+from polyamp.backends.torch.step.scale import LossScaler, Scaling, losses_in
 from polyamp.backends.torch.step.sharding import check_groups
 from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced, note_step
 from polyamp.errors import (
     InvalidValueError,
+    check_callable,
     kind_of,
     no_method,
     no_optimizer,
@@ -72,7 +70,7 @@ _OF_BACKWARD = ("gradient", "retain_graph", "create_graph", "inputs")
 _OF_GRAD = ("grad_outputs", "retain_graph", "only_inputs", "allow_unused", "is_grads_batched", "materialize_grads")
 
 
-class LossScaledOptimizer(torch.optim.Optimizer):
+class LossScaledOptimizer(WrappedOptimizer):
     """An optimizer that unscales, tests, clips, updates or skips, then advances the loss scale: always in that order.
 
     It is a `torch.optim.Optimizer`: ``param_groups``, ``state``, ``defaults`` and hooks are the inner optimizer's own,
@@ -134,9 +132,9 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         refusals.check_wrapping(fused_step, process_group, norm_group)
         check_groups([param for group in optimizer.param_groups for param in group["params"]])
         named = refusals.named_tensors(named_parameters)
-        self.inner: torch.optim.Optimizer = optimizer
+        self.inner = optimizer
         settings = LossScale.of("dynamic" if loss_scale is None else loss_scale)
-        self.scaler = LossScaler(settings, policy)  # of losses without an id
+        self.scaler = LossScaler(settings, policy)
         self.max_grad_norm, self.fused_step, self.masters_wanted = max_grad_norm, fused_step, master_weights
         self.on_device = fused_step if self.scaler.settings.check else False  # who skips; see `update_or_skip`
         self.masters = make_masters(optimizer, master_weights)
@@ -150,20 +148,20 @@ class LossScaledOptimizer(torch.optim.Optimizer):
     def _reset_unsaved(
         self, process_group: Any = None, norm_group: Any = None, named: Mapping[str, Tensor] | None = None
     ) -> None:
-        ALIVE.add(self)
         self.is_stepping = False
         self.process_group, self.norm_group = process_group, norm_group
         self._join_config: Any = None  # set by torch's ``Join``
         self.named = {} if named is None else named
         self.steps = 0
-        self.lowers: bool | None = None  # whether one of its first losses showed 16 bits; see `report_policy`
+        self.lowers = None
         HERE.thread.policy = None  # that of forward passes from now on
-        self.findings = WindowFlags()  # of the gradients so far
-        self.is_decided = False  # whether the ranks have decided about this step
+        self.findings = WindowFlags()
+        self.is_decided = False
         self._simple_for = (0, False)  # the number of parameters at the last `Gradients.are_simple`, and its result
         self._fused: FusedStep | None = None
         self.witness = Witness(self)
-        guard(self, ALIVE)
+        ALIVE.add(self)
+        guard(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: self.__dict__[name] for name in self._saved_attributes}
@@ -207,11 +205,6 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         return self.last_step.was_skipped
 
     @property
-    def checks(self) -> bool:
-        """Whether gradients are tested at all."""
-        return self.scaler.settings.check
-
-    @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether `torch.amp.GradScaler` sets its scale as attributes, so that `step` can refuse it."""
         return self.scaler.multiplies
@@ -244,7 +237,8 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             return loss
         if self.steps < STEPS:
             look_for_casts(self, losses_in(loss))
-        return self.scaler.of(loss_id, self.process_group).scale(loss, process_group=self.process_group, by=self)
+        scaler = self.scaler.of(loss_id, self.process_group)
+        return passes.scale(scaler, loss, process_group=self.process_group, by=self)
 
     @not_traced
     def backward(self, loss: Tensor, loss_id: Hashable = None, *more: Any, **options: Any) -> None:
@@ -372,14 +366,9 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             raise refusals.scaled_twice(self.inner, where="torch.amp.GradScaler.step(optimizer)")
         if LISTENERS:
             update_begins(closure)
-        if closure is None:
-            result = self.make_step(scaled)
-        else:
-            from polyamp.backends.torch.step.closures import step_with_closure  # other programs do not load it
-
-            result = step_with_closure(self, closure, scaled)
+        result = self.make_step(scaled) if closure is None else self._step_with_closure(closure, scaled)
         if self.steps < STEPS or not self.scaler.multiplies:
-            report_policy(self, ALIVE)
+            report_policy(self)
         return result
 
     def _unscale_now(self, scaled: bool | None, *, again: bool = True) -> Gradients:
@@ -387,7 +376,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             is_done = self.witness.is_unscaled and not (again or self.witness.has_more)
             if is_done and self.first_with_gradient() is not None:
                 raise refusals.unscaled_already(where="unscale_()", fix="call it once after the last backward()")
-            scaling = self.scaling_of_gradients(scaled)
+            scaling = self._scaling_of_gradients(scaled)
             gradients = self._take(remember=True)
             if scaling is None:
                 return gradients
@@ -409,16 +398,20 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             for scaler in self.scaler.all():
                 if not (scaler.late.copy is None and scaler.decisions.copy is None):
                     scaler.report_earlier_step(overflow.explanation(self), process_group=self.process_group)
-            scaling, operators = self.scaling_of_gradients(scaled), self._operators()  # 1.
+            scaling, operators = self._scaling_of_gradients(scaled), self._operators()  # 1.
             if scaling is None:
                 return self._step_without_gradients()
-            if operators is not None and operators.step(self, scaling):  # 2. to 6.
-                return None
-            bad, gradients = self.prepare(scaling, operators)  # 2., 3., 4.
+            if operators is not None:
+                applied = operators.step(self, scaling, is_tested=self._has_tested_gradients)  # 2. to 6.
+                if applied is not None:
+                    explain = overflow.explanation(self, scaling.scaler.loss_was_finite, self.findings.overflowed)
+                    self._close(scaling.scaler, applied, explain, left=scaling)
+                    return None
+            bad, gradients = self._prepare(scaling, operators)  # 2., 3., 4.
             inner, on_device = self.inner, self.on_device
             result, finite = update_or_skip(inner, bad, gradients, on_device, has_stepped=self.has_stepped)  # 5.
             self.has_stepped = self.has_stepped or finite is True
-            self.finish(finite, scaling)  # 6.
+            self._finish(finite, scaling)  # 6.
             return result
         except Exception:
             self.tell_peers()
@@ -426,14 +419,47 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         finally:
             self.is_stepping = self.is_decided = False
 
+    def _step_with_closure(self, closure: Callable[[], Any], scaled: bool | None) -> Any:
+        """Step with a closure, which makes the gradients: once before the step, or whenever the optimizer calls it."""
+        from polyamp.backends.torch.step.closures import evaluates_once, step_reevaluating  # others do not load it
+
+        allowed, fix = "a function that computes the loss and returns it, or None", "give the function itself"
+        check_callable(closure, where="step(closure)", allowed=allowed, fix=fix)
+        if evaluates_once(self.inner):
+            with torch.enable_grad():
+                loss = closure()
+            self.make_step(scaled)
+            return loss
+
+        def evaluate() -> Any:
+            self.forget_gradients()
+            with torch.enable_grad():
+                return closure()
+
+        find, has_gradients = partial(self._scaling_of_gradients, scaled), self.witness.has_gradients
+        try:
+            result, applied, scaling = step_reevaluating(
+                self, evaluate, find, self._prepare, has_gradients=has_gradients
+            )
+            if scaling is None:
+                self._close(self.scaler, True, None)
+            else:
+                self._finish(applied, scaling)
+            return result
+        except Exception:
+            self.tell_peers()
+            raise
+        finally:
+            self.is_decided = False
+
     def _step_without_gradients(self) -> Any:
         """Step as in plain PyTorch, which changes nothing. No loss was tested, so no loss scale advances."""
         self._take()
         result = self.inner.step()
-        self.close(self.scaler, True, None)
+        self._close(self.scaler, True, None)
         return result
 
-    def scaling_of_gradients(self, scaled: Any) -> Scaling | None:
+    def _scaling_of_gradients(self, scaled: Any) -> Scaling | None:
         """Return what the gradients are multiplied by, or refuse what would be wrong, before anything is changed.
 
         None: there are no gradients, and none were tested, since the backward passes were for other optimizers.
@@ -453,7 +479,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             peers_wait = has_peers(self.process_group)
             if not (peers_wait or witness.has_seen_a_pass):
                 raise refusals.no_backward("no gradients, and no backward pass since the last step")
-            if not (peers_wait or self.has_tested_gradients or self.findings.losses):
+            if not (peers_wait or self._has_tested_gradients or self.findings.losses):
                 return None
             return witness.scaling or Scaling(self.scaler, self.scaler.state.scale)
         if first.dtype in SIXTEEN_BIT and self.masters is None and self.masters_wanted is not False:
@@ -462,20 +488,10 @@ class LossScaledOptimizer(torch.optim.Optimizer):
             raise refusals.torn()
         scaling = witness.scaling_of_gradients(self.scaler, declared=scaled)
         if len(ALIVE) > 1:
-            check_not_shared(self, scaling, ALIVE)
+            check_not_shared(self, scaling)
         return scaling
 
-    def first_with_gradient(self) -> Tensor | None:
-        """Return the first of the model's own parameters that has a gradient."""
-        models = {} if self.masters is None else self.masters.models
-        for group in self.inner.param_groups:
-            for param in group["params"]:
-                own: Tensor = models.get(id(param), param)
-                if own.grad is not None:
-                    return own
-        return None
-
-    def prepare(self, scaling: Scaling, operators: FusedStep | None = None) -> tuple[Tensor, Gradients]:
+    def _prepare(self, scaling: Scaling, operators: FusedStep | None = None) -> tuple[Tensor, Gradients]:
         """Test, unscale and clip. The tensor is 1.0 if a rank has a gradient that is not finite, else 0.0."""
         limit, was_unscaled = self.max_grad_norm, self.witness.is_unscaled
         checks = scaling.scaler.settings.check or self.checks
@@ -499,18 +515,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
                 self.masters.are_clipped = True
         return bad, gradients
 
-    def decide(self, bad: Tensor, scaling: Scaling) -> Tensor:
-        """Return whether to skip, by this rank's flag and those of the others: 1.0 or 0.0."""
-        self.is_decided = True
-        return self.findings.note_decision(scaling.scaler.decide(bad, self.process_group), bad.device)
-
-    def tell_peers(self) -> None:
-        """Let the other ranks refuse a step too that this one refuses, unless all have decided: they would wait."""
-        if self.checks and not self.is_decided and has_peers(self.process_group):
-            flag = torch.zeros((), device=self.join_device)
-            self.scaler.decide(flag, self.process_group, refuses=True)
-
-    def finish(self, finite: bool | Tensor, scaling: Scaling) -> None:
+    def _finish(self, finite: bool | Tensor, scaling: Scaling) -> None:
         """Round the masters into the model after an applied step, advance the loss scale, and report a skipped step."""
         scaler, known = scaling.scaler, scaling.scaler.loss_was_finite
         explain: Callable[[], str] | None = None
@@ -523,13 +528,13 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         else:
             for each, was_finite in self.findings.by_loss(finite):
                 each.advance(was_finite, self)
-        self.close(scaler, finite, explain)
+        self._close(scaler, finite, explain)
         if finite is False:
             if isinstance(known, Tensor) and not known:
                 scaler.report_loss("inf or NaN", process_group=self.process_group, where="scaling the loss")
             scaler.report_step(explain)
 
-    def close(
+    def _close(
         self, scaler: LossScaler, finite: bool | Tensor, explain: Callable[[], str] | None, left: Scaling | None = None
     ) -> None:
         """End the step; ``left`` is what the gradients still are multiplied by."""
@@ -556,7 +561,7 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         return self._fused if self._fused.is_for(first.device) else None
 
     @property
-    def has_tested_gradients(self) -> bool:
+    def _has_tested_gradients(self) -> bool:
         """Whether gradients were tested or unscaled, or a skip was decided, before the step."""
         witness = self.witness
         return (
@@ -594,23 +599,6 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.findings.note(bad, self.witness.contributors or ([] if self.witness.is_unscaled else [scaling.scaler]))
         self.witness.note_unscaled(scaling.scaler, masters=self.masters is not None)
 
-    def parameter_groups(self) -> list[list[Tensor]]:
-        """Return the model's own parameters by group, which get gradients from backward passes, without masters."""
-        groups = list(map(itemgetter("params"), self.inner.param_groups))
-        if self.masters is None:
-            return groups
-        models = self.masters.models
-        return [[models.get(id(param), param) for param in group] for group in groups]
-
-    def model_parameters(self) -> Iterator[Tensor]:
-        """Yield the parameters of `parameter_groups`."""
-        return (param for group in self.parameter_groups() for param in group)
-
-    @property
-    def may_have_gradients(self) -> bool:
-        """Whether there may be something to update, here or on another rank."""
-        return has_peers(self.process_group) or self.first_with_gradient() is not None
-
     def share_scales(self, other: LossScaledOptimizer) -> None:
         """Use the loss scales of another wrapped optimizer, which trains on the same losses."""
         self.scaler = other.scaler
@@ -624,18 +612,9 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         return JoinedRank(self, None if inner is None else inner(**kwargs))
 
     @property
-    def join_device(self) -> torch.device:
-        """The device of the parameters, under the name that torch's ``Join`` asks for."""
-        return next(self.model_parameters()).device
-
-    @property
     def join_process_group(self) -> Any:
         """The ranks that step together, for ``Join``."""
         return self.process_group or torch.distributed.group.WORLD
-
-    def holders(self) -> Iterator[Any]:
-        """Yield the objects that hold data about losses and gradients, for `recording.reach.keep`."""
-        yield from (self, self.witness, *self.scaler.all())
 
     def forget_gradients(self) -> None:
         """Note that the gradients are cleared or about to be made anew."""
@@ -725,10 +704,6 @@ class LossScaledOptimizer(torch.optim.Optimizer):
         self.has_stepped = False
         if self.scaler.state.steps != steps:  # else a plain optimizer's state was joined to the scale that was here
             checkpoints.report_lost_state(self)
-
-
-ALIVE: weakref.WeakSet[LossScaledOptimizer] = weakref.WeakSet()
-"""All wrapped optimizers in this process."""
 
 
 def update_or_skip(

@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from polyamp.backends.torch.modules import names_of
 from polyamp.backends.torch.step.gradients import Gradients, dense, local
+from polyamp.backends.torch.step.masters import MasterWeights
 from polyamp.backends.torch.step.ranks import RankSet
 from polyamp.skips import FINITE_LOSS, NONFINITE_LOSS
-
-if TYPE_CHECKING:
-    from polyamp.backends.torch.step.masters import MasterWeights
-    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
 
 SHOWN = 5  # names in a message; `overflowed` returns all of them
 
@@ -86,7 +83,7 @@ def _shown(bad: Sequence[Overflow]) -> str:
     return ", ".join(shown)
 
 
-def overflowed(optimizer: LossScaledOptimizer) -> list[Overflow]:
+def overflowed(optimizer: torch.optim.Optimizer) -> list[Overflow]:
     """Return the result of `LossScaledOptimizer.overflowed`."""
     return _named(find(_graded(optimizer)), optimizer)
 

@@ -5,20 +5,24 @@ A scaled loss marks the node of its graph. When autograd comes to that node, a p
     opt.backward(loss)                        one pass, marked with 1024
     (opt.scale(loss) + penalty).backward()    one pass of two losses; its graph shows what `penalty` reaches alone
 
-Observers are told when a pass begins and when it has ended: each wrapped optimizer's `Witness`, and `OUTSIDE`.
+Observers are told when a pass begins and when it has ended: each wrapped optimizer's `Witness`, and `OUTSIDE`. The
+listeners of recordings are told when an update begins.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from polyamp.backends.torch.casting import leaves, map_leaves
 from polyamp.backends.torch.kernels.control import both
+from polyamp.backends.torch.step.scale import LossScaler, Scaling, losses_in
 from polyamp.backends.torch.unstable import (
     BackwardCall,
     is_transformed,
@@ -27,48 +31,82 @@ from polyamp.backends.torch.unstable import (
     running_task,
     until_backward_ends,
 )
+from polyamp.errors import UsageError
+from polyamp.skips import non_finite_loss
 
-if TYPE_CHECKING:
-    from polyamp.backends.torch.step.scale import LossScaler
+Closure = Callable[[], Any]
+Listener = Callable[[Closure | None, float | None], None]
+
+LISTENERS: list[Listener] = []
+"""Functions of recordings, which are called where an update begins; while there are some, steps are only observed."""
 
 
-class Scaling(NamedTuple):
-    """The multiplication of a loss: whose loss scale it was, and the factor."""
+def update_begins(closure: Closure | None = None, scale: Callable[[], float] | None = None) -> None:
+    """Call the listeners, before an optimizer reads or changes anything. If one raises, the update ends."""
+    for listener in LISTENERS:
+        listener(closure, None if scale is None else scale())
 
-    scaler: LossScaler
-    factor: float | Tensor
-    by: int | None = None  # the id of the optimizer whose method was called
-    finite: bool | Tensor = True  # whether the loss was, as far as this is known
 
-    def with_finite(self, other: Scaling) -> Scaling:
-        """Return the same for the losses of both."""
-        return self if other.finite is True else self._replace(finite=both(self.finite, other.finite))
-
-    def is_like(self, other: Scaling) -> bool:
-        """Return whether gradients of both can be added. Scales on a device must be the same tensor."""
-        one, two = self.factor, other.factor
-        if one is two:
-            return True
-        if isinstance(one, float) and isinstance(two, float):
-            return one == two
-        return not (self.scaler.multiplies or other.scaler.multiplies)  # both are 1
+@contextmanager
+def observed(listener: Listener) -> Iterator[None]:
+    """Call a function at every update while this context is active."""
+    LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        LISTENERS.remove(listener)
 
 
 _SCALED = "polyamp_scaling"
 
 
-def follow(scaled: Iterable[Tensor], scaling: Scaling) -> None:
-    """Mark the backward passes of scaled losses, as soon as they begin."""
+def scale(scaler: LossScaler, loss: Any, *, process_group: Any = False, by: object = None) -> Any:
+    """Return a loss, or losses in containers, in float32 (float64 stays) times the loss scale, or times inf.
+
+    Their backward passes are marked, as soon as they begin.
+
+    Raises:
+        InvalidTypeError: this is not a loss.
+        UsageError: it is scaled already.
+        NonFiniteLossError: ``nonfinite_loss="raise"``, and the host knows that the loss is inf or NaN.
+    """
+    losses = losses_in(loss)
+    if any(map(is_scaled, losses)):
+        raise UsageError(
+            "the loss is scaled already",
+            where="scale(loss), backward(loss), or a trainer's backward that scales the loss itself",
+            found="a result of scale(loss)",
+            allowed="the loss that the model computed",
+            fix="scale it once: pass the loss itself to backward(loss), also to manual_backward and "
+            "accelerator.backward",
+        )
+    scaled: Any = loss
+    are_finite: bool | Tensor = True
+    if scaler.settings.check:
+        finite = scaler.note_losses(losses)
+        are_finite = reduce(both, finite.values()) if finite else True
+        bad = None if are_finite is True else next((one for one in losses if finite[id(one)] is False), None)
+        if bad is not None and LISTENERS:  # a step that is only observed ends here
+            raise non_finite_loss(bad.detach())
+        if bad is not None:
+            scaler.report_loss(bad.detach(), process_group=process_group, where="scaling the loss")
+        if isinstance(loss, Tensor):
+            scaled = scaler.multiply(loss, finite=finite.get(id(loss)) is True)
+        else:
+            scaled = map_leaves(lambda one: scaler.multiply(one, finite=finite.get(id(one)) is True), loss)
+    owner = None if by is None or torch.compiler.is_compiling() else id(by)
+    scaling = Scaling(scaler, scaler.state.scale, owner, are_finite)
     if torch.compiler.is_compiling() or is_transformed():
         PASSES.note_unmarked(scaling)
-        return
-    for tensor in scaled:
+        return scaled
+    for tensor in [scaled] if isinstance(loss, Tensor) else leaves(scaled):
         node: Any = tensor.grad_fn
         if tensor.requires_grad and node is not None:
             node.metadata[_SCALED] = scaling
-            tensor.register_hook(partial(_pass_begins, scaling))  # type: ignore[no-untyped-call]
+            tensor.register_hook(partial(_pass_begins, scaling))
         else:
             PASSES.note(scaling)  # no pass can start from it, so its gradients come in another way
+    return scaled
 
 
 def is_scaled(loss: Tensor) -> bool:

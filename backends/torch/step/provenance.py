@@ -16,21 +16,27 @@ to the scale of what is there, by a power of two in the usual case, which is exa
     opt.backward(other)     a pass marked with 1024: what arrives is multiplied by 1/1024, and added
 
 The hook is on every parameter, since an unscaled loss may reach any one of them. `passes.py` has the passes.
+
+A `Witness` and the `WrappedOptimizer` that it observes know each other, so they are in one file.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.step.gradients import ByHand, Gradient, Gradients, are_filled
-from polyamp.backends.torch.step.passes import OBSERVERS, PASSES, Entry, Pass, Scaling
+from polyamp.backends.torch.step.gradients import ByHand, Gradient, Gradients, WindowFlags, are_filled
+from polyamp.backends.torch.step.masters import MasterWeights
+from polyamp.backends.torch.step.passes import OBSERVERS, PASSES, Entry, Pass
+from polyamp.backends.torch.step.ranks import has_peers
 from polyamp.backends.torch.step.refusals import loss_not_scaled, mixed, mixed_by_hand, not_cleared
+from polyamp.backends.torch.step.scale import LossScaler, Scaling
 from polyamp.backends.torch.unstable import (
     gradient_hooks,
     not_traced,
@@ -38,22 +44,88 @@ from polyamp.backends.torch.unstable import (
     running_task,
     until_backward_ends,
 )
+from polyamp.scale import StepResult
 
-if TYPE_CHECKING:
-    from polyamp.backends.torch.step.masters import MasterWeights
-    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
-    from polyamp.backends.torch.step.scale import LossScaler
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    """What a wrapped optimizer has, for the parts of a step; `LossScaledOptimizer` adds what users call."""
+
+    inner: torch.optim.Optimizer
+    scaler: LossScaler  # of losses without an id
+    masters: MasterWeights | None
+    max_grad_norm: float | None
+    process_group: Any  # the ranks that step or skip together
+    norm_group: Any  # ranks that have other parameters of the same model
+    named: Mapping[str, Tensor]  # names for the parameters in messages
+    witness: Witness
+    findings: WindowFlags  # of the gradients so far
+    last_step: StepResult
+    is_stepping: bool
+    is_decided: bool  # whether the ranks have decided about this step
+    steps: int  # the first few are counted
+    lowers: bool | None  # whether one of its first losses showed 16 bits; see `report_policy`
+
+    @property
+    def checks(self) -> bool:
+        """Whether gradients are tested at all."""
+        return self.scaler.settings.check
+
+    def parameter_groups(self) -> list[list[Tensor]]:
+        """Return the model's own parameters by group, which get gradients from backward passes, without masters."""
+        groups = list(map(itemgetter("params"), self.inner.param_groups))
+        if self.masters is None:
+            return groups
+        models = self.masters.models
+        return [[models.get(id(param), param) for param in group] for group in groups]
+
+    def model_parameters(self) -> Iterator[Tensor]:
+        """Yield the parameters of `parameter_groups`."""
+        return (param for group in self.parameter_groups() for param in group)
+
+    def first_with_gradient(self) -> Tensor | None:
+        """Return the first of the model's own parameters that has a gradient."""
+        models = {} if self.masters is None else self.masters.models
+        for group in self.inner.param_groups:
+            for param in group["params"]:
+                own: Tensor = models.get(id(param), param)
+                if own.grad is not None:
+                    return own
+        return None
+
+    @property
+    def may_have_gradients(self) -> bool:
+        """Whether there may be something to update, here or on another rank."""
+        return has_peers(self.process_group) or self.first_with_gradient() is not None
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the parameters, under the name that torch's ``Join`` asks for."""
+        return next(self.model_parameters()).device
+
+    def decide(self, bad: Tensor, scaling: Scaling) -> Tensor:
+        """Return whether to skip, by this rank's flag and those of the others: 1.0 or 0.0."""
+        self.is_decided = True
+        return self.findings.note_decision(scaling.scaler.decide(bad, self.process_group), bad.device)
+
+    def tell_peers(self) -> None:
+        """Let the other ranks refuse a step too that this one refuses, unless all have decided: they would wait."""
+        if self.checks and not self.is_decided and has_peers(self.process_group):
+            flag = torch.zeros((), device=self.join_device)
+            self.scaler.decide(flag, self.process_group, refuses=True)
+
+
+ALIVE: weakref.WeakSet[WrappedOptimizer] = weakref.WeakSet()
+"""All wrapped optimizers in this process."""
 
 
 class Witness:
     """What reached the gradients of one optimizer's parameters."""
 
-    def __init__(self, owner: LossScaledOptimizer) -> None:
+    def __init__(self, owner: WrappedOptimizer) -> None:
         self._owner = weakref.ref(owner)
         self._handles: dict[int, Any] = {}  # of the hooks, by the parameters' ids
         self._stepped_at = PASSES.seen
         self._hook = _hook(weakref.ref(self))
-        WITNESSES.add(self)
         OBSERVERS.add(self)
         NEW.add(self)
         weakref.finalize(self, _remove, self._handles).atexit = False
@@ -97,7 +169,7 @@ class Witness:
             if owner is not None and masters is not None and masters.have_taken and not owner.checks:
                 # nothing is refused, so the next step may use them again, with all that masters changed
                 self.model_scaling, self.scaling, self.is_unscaled, self._has_more = self.scaling, scaling, True, True
-            if len(WITNESSES) > 1:
+            if len(ALIVE) > 1:
                 self._share()
 
     def with_hooks(self) -> list[Tensor]:
@@ -118,7 +190,7 @@ class Witness:
 
     def _shared(self) -> list[Tensor]:
         """Return the parameters that another optimizer has too."""
-        others = {id(param) for other in list(WITNESSES) if other is not self for param in other.parameters()}
+        others = {id(param) for one in list(ALIVE) if one.witness is not self for param in one.model_parameters()}
         return [param for param in self.parameters() if id(param) in others]
 
     @property
@@ -148,6 +220,11 @@ class Witness:
         return self._has_more or bool(self._added_by_hand())
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether passes since the last step have made gradients."""
+        return self.scaling is not None and not self.from_last_step and self._first_with_gradient() is not None
+
+    @property
     def has_seen_a_pass(self) -> bool:
         """Whether there was a backward pass since the last step, of whatever optimizer and loss."""
         return PASSES.seen > self._stepped_at
@@ -163,7 +240,7 @@ class Witness:
             self.model_scaling = self.scaling
         self.scaling, self.contributors = Scaling(scaler, 1.0), []
         self.is_unscaled, self._has_more, self.from_last_step = True, False, []
-        if len(WITNESSES) > 1:
+        if len(ALIVE) > 1:
             self._share()
 
     def scaling_of_gradients(self, own: LossScaler, *, declared: bool | None = None) -> Scaling:
@@ -502,7 +579,6 @@ class Witness:
                 self._handles[id(param)] = param.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
 
 
-WITNESSES: weakref.WeakSet[Witness] = weakref.WeakSet()
 NEW: weakref.WeakSet[Witness] = weakref.WeakSet()  # whose optimizers have made no step yet
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyamp.backends.torch.dtypes import SIXTEEN_BIT
+from polyamp.backends.torch.step.masters import MasterWeights
+from polyamp.backends.torch.step.provenance import WrappedOptimizer
 from polyamp.backends.torch.step.scale import LossScaler
 from polyamp.errors import StateError, shown, warn_once
 from polyamp.settings import LossScaleState
-
-if TYPE_CHECKING:
-    from polyamp.backends.torch.step.masters import MasterWeights
-    from polyamp.backends.torch.step.optimizer import LossScaledOptimizer
 
 _KEYS = ("state", "param_groups", "loss_scale", "master_weights")
 _OURS = ("loss_scale", "loss_scales", "master_weights", "policy")
@@ -34,12 +32,12 @@ _OTHER_BITS = (
 )
 
 
-def save(optimizer: LossScaledOptimizer) -> dict[str, Any]:
+def save(optimizer: WrappedOptimizer) -> dict[str, Any]:
     """Return the result of `LossScaledOptimizer.state_dict`. "loss_scales" has the scales of losses with an id."""
     return {**optimizer.inner.state_dict(), **own_part(optimizer)}
 
 
-def own_part(optimizer: LossScaledOptimizer) -> dict[str, Any]:
+def own_part(optimizer: WrappedOptimizer) -> dict[str, Any]:
     """Return the entries that a plain optimizer's state does not have."""
     masters, scaler = optimizer.masters, optimizer.scaler
     others = {loss_id: _saved_scale(other) for loss_id, other in scaler.others.items()}
@@ -47,11 +45,11 @@ def own_part(optimizer: LossScaledOptimizer) -> dict[str, Any]:
         "loss_scale": _saved_scale(scaler),
         **({"loss_scales": others} if others else {}),
         "master_weights": None if masters is None else masters.state(),
-        **({} if optimizer.policy is None else {"policy": str(optimizer.policy)}),
+        **({} if optimizer.scaler.policy is None else {"policy": str(optimizer.scaler.policy)}),
     }
 
 
-def load(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
+def load(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> None:
     """Load a state; see `LossScaledOptimizer.load_state_dict`. Everything is tested before anything is changed."""
     _check_state(optimizer, saved)
     plain = _is_plain(saved)
@@ -77,7 +75,7 @@ def load(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
         optimizer.masters.load(saved["master_weights"])
     for loss_id, state in scales:
         optimizer.scaler.of(loss_id).resume(state)
-    policy = str(optimizer.policy)
+    policy = str(optimizer.scaler.policy)
     if saved.get("policy", policy) != policy:
         warn_once(f"the saved state is of an optimizer for {saved['policy']}, and goes on in one for {policy}.")
 
@@ -86,7 +84,7 @@ def _saved_scale(scaler: LossScaler) -> dict[str, Any]:
     return scaler.settings.to_state_dict(scaler.state)
 
 
-def _scales(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> list[tuple[Any, LossScaleState]]:
+def _scales(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> list[tuple[Any, LossScaleState]]:
     """Return the states of all losses by their ids: those saved, or those to start with, which a plain state lacks."""
     settings, others = optimizer.scaler.settings, saved.get("loss_scales", {})
     if _is_plain(saved):
@@ -123,7 +121,7 @@ def _is_plain(saved: object) -> bool:
     return isinstance(saved, Mapping) and not any(key in saved for key in _OURS)
 
 
-def _check_state(optimizer: LossScaledOptimizer, saved: Mapping[str, Any]) -> None:
+def _check_state(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> None:
     """Raise if a saved state is not one of this optimizer."""
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= set(saved):
         found = f"keys {', '.join(map(str, saved))}" if isinstance(saved, Mapping) else type(saved).__name__

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable
-from typing import Any, Self
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from polyamp.backends.torch.casting import leaves, map_leaves
+from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.kernels.control import (
     LOSSES_FINITE,
     SIZE,
@@ -32,11 +32,9 @@ from polyamp.backends.torch.kernels.control import (
     unpack,
     where,
 )
-from polyamp.backends.torch.step import passes
-from polyamp.backends.torch.step.guards import LISTENERS
 from polyamp.backends.torch.step.ranks import Decision, decide, has_peers, report_kept_errors
 from polyamp.backends.torch.step.refusals import refused_elsewhere, unlike_scales
-from polyamp.errors import InvalidValueError, UsageError, is_number, no_loss, warn_once, wrong_type
+from polyamp.errors import InvalidValueError, is_number, no_loss, warn_once, wrong_type
 from polyamp.formats import in_single
 from polyamp.nesting import check_tree
 from polyamp.policies import Policy
@@ -104,28 +102,8 @@ class LossScaler:
         """Whether a scaled loss can differ from an unscaled one."""
         return self.settings.check and not self.settings.min == self.settings.max == 1
 
-    def scale(self, loss: Any, *, process_group: Any = False, by: object = None) -> Any:
-        """Return a loss, or losses in containers, in float32 (float64 stays) times the loss scale, or times inf.
-
-        Raises:
-            InvalidTypeError: this is not a loss.
-            UsageError: it is scaled already.
-            NonFiniteLossError: ``nonfinite_loss="raise"``, and the host knows that the loss is inf or NaN.
-        """
-        losses = losses_in(loss)
-        if any(map(passes.is_scaled, losses)):
-            raise UsageError(
-                "the loss is scaled already",
-                where="scale(loss), backward(loss), or a trainer's backward that scales the loss itself",
-                found="a result of scale(loss)",
-                allowed="the loss that the model computed",
-                fix="scale it once: pass the loss itself to backward(loss), also to manual_backward and "
-                "accelerator.backward",
-            )
-        owner = None if by is None or torch.compiler.is_compiling() else id(by)
-        if not self.settings.check:
-            passes.follow(losses, passes.Scaling(self, self.state.scale, owner))
-            return loss
+    def note_losses(self, losses: Sequence[Tensor]) -> dict[int, bool | Tensor]:
+        """Note whether losses that are to be scaled are finite, and return it by their ids, as far as it is known."""
         if not self._has_new_loss:  # the first loss since a step
             self._has_new_loss, self.loss_was_finite = True, None
         if self._control is not None and is_captured():
@@ -133,20 +111,10 @@ class LossScaler:
         finite: dict[int, bool | Tensor] = {}
         for one in () if torch.compiler.is_compiling() else losses:
             finite[id(one)] = _is_finite(one)
-        are_finite = functools.reduce(both, finite.values()) if finite else True
         if finite:
-            earlier = self.loss_was_finite
+            are_finite, earlier = functools.reduce(both, finite.values()), self.loss_was_finite
             self.loss_was_finite = are_finite if earlier is None else both(earlier, are_finite)
-        bad = None if are_finite is True else next((one for one in losses if finite.get(id(one)) is False), None)
-        if bad is not None:
-            self.report_loss(bad.detach(), process_group=process_group, where="scaling the loss")
-        if isinstance(loss, Tensor):
-            scaled: Any = self.multiply(loss, finite=finite.get(id(loss)) is True)
-        else:
-            scaled = map_leaves(lambda one: self.multiply(one, finite=finite.get(id(one)) is True), loss)
-        scaling = passes.Scaling(self, self.state.scale, owner, are_finite)
-        passes.follow([scaled] if isinstance(loss, Tensor) else leaves(scaled), scaling)
-        return scaled
+        return finite
 
     def multiply(self, loss: Tensor, *, finite: bool = True) -> Tensor:
         """Return one loss in float32 (float64 stays) times the loss scale, or times inf if it may not be finite."""
@@ -158,9 +126,7 @@ class LossScaler:
         return wide * factor
 
     def report_loss(self, found: object, *, process_group: Any, where: str) -> None:
-        """Warn or raise because a loss was inf or NaN. A step that is only observed ends here."""
-        if LISTENERS:
-            raise non_finite_loss(found, where=where)
+        """Warn or raise because a loss was inf or NaN."""
         if self.settings.nonfinite_loss == "raise" and has_peers(process_group):
             return  # the step raises it on all ranks; see `decide`
         was_half = isinstance(found, Tensor) and found.dtype == torch.float16
@@ -300,6 +266,28 @@ class LossScaler:
         if not isinstance(scale, Tensor):
             return self._host_factors(scale)[2]
         return scale.double().reciprocal().float() if scale.device.type != "mps" else scale.reciprocal()
+
+
+class Scaling(NamedTuple):
+    """The multiplication of a loss: whose loss scale it was, and the factor."""
+
+    scaler: LossScaler
+    factor: float | Tensor
+    by: int | None = None  # the id of the optimizer whose method was called
+    finite: bool | Tensor = True  # whether the loss was, as far as this is known
+
+    def with_finite(self, other: Scaling) -> Scaling:
+        """Return the same for the losses of both."""
+        return self if other.finite is True else self._replace(finite=both(self.finite, other.finite))
+
+    def is_like(self, other: Scaling) -> bool:
+        """Return whether gradients of both can be added. Scales on a device must be the same tensor."""
+        one, two = self.factor, other.factor
+        if one is two:
+            return True
+        if isinstance(one, float) and isinstance(two, float):
+            return one == two
+        return not (self.scaler.multiplies or other.scaler.multiplies)  # both are 1
 
 
 _ONE_SCALE = (

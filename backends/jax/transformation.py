@@ -26,7 +26,7 @@ class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  
 
     @property
     def policy(self) -> Policy | None:
-        """The policy that it was wrapped for; None if nobody chose one."""
+        """The policy that the optimizer was wrapped for; None if nobody chose one."""
         return self.step.state_type.policy
 
     def __repr__(self) -> str:

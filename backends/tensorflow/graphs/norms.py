@@ -85,7 +85,7 @@ class _Search:
         return next(filter(None, results), None)
 
     def _same(self, wanted: str, value: str, known: Match) -> Match | None:
-        """Return the known matches and those of a value and its makers; None if it is not made as the example is."""
+        """Return ``known`` with matches for a value and its makers; None if the example makes ``wanted`` otherwise."""
         wanted = _unmoved(_example(), wanted)
         one = _example().maker[wanted]
         is_argument = one.op == "Placeholder"

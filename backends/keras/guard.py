@@ -8,8 +8,8 @@ For example, when ``fit`` makes the function that it trains with, ``train_step``
 ``moving_mean``, runs the original step, and writes the copy back if the optimizer's count of skipped steps has grown.
 
 At that time the model and its optimizer are compared. Two mistakes lose accuracy or speed without an error:
-layers compute in float16 and the optimizer does not scale the loss, so gradients underflow; or the optimizer was wrapped for another
-format than that of the layers.
+layers compute in float16 and the optimizer does not scale the loss, so gradients underflow; or the optimizer was wrapped
+for another format than that of the layers.
 """
 
 from __future__ import annotations

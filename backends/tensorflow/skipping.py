@@ -168,5 +168,5 @@ def _scopes() -> list[str]:
 
 
 def _absolute(scopes: Sequence[str]) -> AbstractContextManager[Any]:
-    """Return a context of an absolute name scope; none: root. (TensorFlow leaves names that end in "/" as is.)"""
+    """Return a context of an absolute name scope; none: root. TensorFlow leaves names that end in "/" unchanged."""
     return tf.name_scope("".join(f"{scope}/" for scope in scopes))

@@ -201,7 +201,7 @@ _MARKING = frozenset({"requires_grad_", "retain_grad", "record_stream"})  # they
 
 
 def _written_by_function(node: Node, function: FunctionType) -> list[Any]:
-    """Return the arguments that a function written in Python changes: they have no schemas, and tell it in two ways."""
+    """Return the arguments that a Python function changes: ``out``, and the first one if ``inplace`` is true."""
     try:
         given = inspect.signature(function).bind(*node.args, **node.kwargs).arguments
     except TypeError:

@@ -7,8 +7,8 @@ are known. So the averages are copied before the step and restored after it.
 For example, when ``fit`` makes the function that it trains with, ``train_step`` is replaced by one that copies
 ``moving_mean``, runs the original step, and writes the copy back if the optimizer's count of skipped steps has grown.
 
-At that time the model and its optimizer are compared. Two mistakes lose accuracy or speed without an error:
-layers compute in float16 and the optimizer does not scale the loss, so gradients underflow; or the optimizer was wrapped
+Then the model and its optimizer are also compared. Two mistakes lose accuracy or speed without an error: layers
+compute in float16 and the optimizer does not scale the loss, so gradients underflow; or the optimizer was wrapped
 for another format than that of the layers.
 """
 

@@ -72,7 +72,7 @@ def factor(operation: str, numbers: Sequence[float]) -> float:
 
 
 class Read(NamedTuple):
-    """An operation, as the look at readers sees it."""
+    """An operation, with what `look` needs to know of it."""
 
     operation: str  # its canonical name
     op_class: str
@@ -89,7 +89,7 @@ def look(
     written: Mapping[Hashable, Collection[Hashable]],
     number: Callable[[Any], Hashable] = lambda value: value,
 ) -> dict[Hashable, str]:
-    """Return what the readers of values ask of these: one of the reasons of `polyamp.flow`, or `DIVIDES`.
+    """Return, by value, what its readers ask of it: one of the reasons of `polyamp.flow`, or `DIVIDES`.
 
     Args:
         reads: the operations of a graph, in their order.
@@ -132,7 +132,7 @@ def _divisors(reads: Sequence[Read], constants: Collection[Hashable]) -> set[Has
 def _read_in_full(
     reads: Sequence[Read], results: Collection[Hashable], but: Set[Hashable] = frozenset()
 ) -> Set[Hashable]:
-    """Return the values that full work alone reads; what makes one of the values ``but`` does not count as such."""
+    """Return the values that only full work reads; an operation that makes one of ``but`` does not count as full."""
     differences = _differences(reads)
 
     def wants(read: Read, after: int) -> int:
@@ -244,7 +244,7 @@ def _differences(reads: Sequence[Read]) -> set[Hashable]:
 
 
 def _in_quotients(reads: Sequence[Read]) -> set[Hashable]:
-    """Return products of matrices that divide, those that they divide, and those among the operands of these."""
+    """Return products of matrices that divide, products that they divide, and products among their operands."""
     behind: defaultdict[Hashable, set[Hashable]] = defaultdict(set)  # for a value, the products that it scales or adds
     operands: dict[Hashable, set[Hashable]] = {}  # for a product, those behind its operands
     inverse: set[Hashable] = set()  # one over a product
@@ -273,7 +273,7 @@ _Terms = dict[Hashable, int]  # what a sum has as its terms, with their signs; 0
 def _in_distances(
     reads: Sequence[Read], constants: Collection[Hashable], number: Callable[[Any], Hashable]
 ) -> set[Hashable]:
-    """Return products of which squares of their own operands are subtracted, or the other way round."""
+    """Return products that are subtracted from squares of their own operands, or from which these are."""
     origins: dict[Hashable, set[Hashable]] = {}  # of a value that only moves or scales others, the numbers of those
     squares: dict[Hashable, _Terms] = {}  # for a value, the origins whose squares it adds up
     products: dict[Hashable, _Terms] = {}  # for a value, the products among its terms

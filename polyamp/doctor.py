@@ -66,7 +66,7 @@ def _start(name: str, *, is_slow: bool) -> tuple[BaseProcess, Connection]:
 
 
 def why_broken(name: str, error: Exception) -> str:
-    """Describe why an adapter cannot be loaded: its framework is not installed, or it is and does not load."""
+    """Return why an adapter cannot be loaded: its framework is not installed, or is installed but does not load."""
     if isinstance(error, MissingFrameworkError):
         return str(error)
     return f"{name} does not load: {type(error).__name__}: {error}. Try python -c 'import {name}'; install it again"

@@ -260,7 +260,7 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 
 def check_count(name: str, value: object, *, where: str) -> int:
-    """Return a value that counts something, such as steps."""
+    """Return a value that is a count, such as of steps; refuse any other value."""
     allowed, fix = "an integer of at least 1", f"give {name} a whole number"
     if not is_integer(value):
         raise wrong_type(value, where=where, allowed=allowed, fix=fix, what=f"{name} must be an integer")

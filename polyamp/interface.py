@@ -97,7 +97,7 @@ class Adapter(Protocol):
 
     # For a framework whose compiler traces Python code. While it does, it must be able to trace the first verbs too.
     def is_tracing(self) -> bool:
-        """Return whether the compiler is tracing the caller now."""
+        """Return whether the framework's compiler is tracing the calling code."""
 
     # For a framework that transforms functions instead of running them in a context.
     def autocast_function(self, fn: Callable[..., Any], policy: Policy | None, **options: Any) -> Callable[..., Any]:

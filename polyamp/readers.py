@@ -118,7 +118,7 @@ def _made_by(reads: Sequence[Read], operations: Collection[str]) -> set[Hashable
 
 
 def _divisors(reads: Sequence[Read], constants: Collection[Hashable]) -> set[Hashable]:
-    """Return the constants by which, or by elements of which, something is divided, or whose logarithm is taken."""
+    """Return the constants that divide something, themselves or by an element, or whose logarithm is taken."""
     found: set[Hashable] = set()
     for read in reversed(reads):
         is_moved = read.operation in _MOVES and not found.isdisjoint(read.outputs)
@@ -310,7 +310,7 @@ def _in_distances(
 
 
 def _added(operation: str, inputs: Sequence[Hashable], terms: Mapping[Hashable, _Terms]) -> _Terms:
-    """Return the terms of what an operation makes of its inputs, with their signs."""
+    """Return the terms of an operation's result, with their signs, from the ``terms`` of its inputs."""
     found: _Terms = {}
     is_known = operation not in ("mul", "div", *_PRODUCTS)
     for place, value in enumerate(inputs):

@@ -20,7 +20,7 @@ class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  
 
     @property
     def step(self) -> Step:
-        """Return the `Step` that has this pair's ``init`` and ``update`` as methods."""
+        """The `Step` whose methods are this pair's ``init`` and ``update``."""
         step: Step = self.update.__self__
         return step
 

@@ -258,7 +258,7 @@ def _parts(
     outside: str = "",
     raw: bool = True,
 ) -> Iterator[Part]:
-    """Decide for a layer under a path and the layers inside.
+    """Yield the decisions for a layer, whose path starts with ``above``, and for the layers inside.
 
     ``outside`` is the format of Python code that calls the layer; ``raw`` is whether its inputs may be user's data that
     nothing rounded.

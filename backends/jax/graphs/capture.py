@@ -54,7 +54,7 @@ class Program:
         return results
 
     def results(self, arrays: Sequence[Any]) -> Any:
-        """Return what the function returned, with the given arrays in place of its own."""
+        """Return what the function returned, with ``arrays`` in place of the arrays in it."""
         given, kept = iter(arrays), zip(self._results, self._given, strict=True)
         return jax.tree.unflatten(self._tree, [next(given) if is_one else leaf for leaf, is_one in kept])
 

@@ -223,7 +223,7 @@ def _format(avals: Sequence[Any]) -> str:
 
 
 def _bytes_widened(aval: Any) -> int:
-    """Return the size of an array, in float32 if it has 16 bits."""
+    """Return the bytes of an array; of a 16-bit one, the bytes that it would have in float32."""
     dtype = getattr(aval, "dtype", None)
     return _bytes(aval, FLOAT32 if dtype is not None and is_inexact(dtype) and dtype.itemsize <= 2 else None)
 

@@ -344,7 +344,7 @@ class Scopes:
         self._named = {node.name: node for node in graph.nodes}
 
     def path_of(self, node: Node) -> str:
-        """Return the scopes of a node with its name."""
+        """Return the path of a node: its scopes, then its name."""
         return _within(self.path, as_asked(self._traced, node.name))
 
     def scope_of(self, node: Node) -> str:

@@ -282,7 +282,7 @@ class Aliases:
         return any(memory in self._touched for memory in _memories(node))
 
     def names(self, node: Node) -> set[Node]:
-        """Return all nodes that share memory with a node, and the node."""
+        """Return a node and all nodes that share its memory."""
         return {name for memory in _memories(node) for name in self._names[memory]} | {node}
 
     def _is_private(self, memory: int) -> bool:

@@ -107,7 +107,7 @@ class _Writer:
         return known | {node: self._size(node, given, known) for node, given in pairs if node not in known}
 
     def _state(self) -> dict[Node, Node]:
-        """Return the captured graph's placeholders of tensors that the code assigns, with what it assigns to them."""
+        """Return, for each placeholder of a tensor that the code replaces by assignment, the node of the new value."""
         graph = self.captured.module.graph
         placeholders, (results,) = graph.find_nodes(op="placeholder"), graph.output_node().args
         computed = dict(zip(map(id, self.captured.outputs), cast(Any, results), strict=True))

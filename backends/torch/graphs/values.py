@@ -235,7 +235,7 @@ class Numbers:
 
 
 def _name(node: Node, operation: str) -> str:
-    """Return the name of a call for the numbering: an operation on numbers has one, whatever function computes it."""
+    """Return the name of a call for the numbering: one name for all functions that compute the same numbers."""
     native = native_name(node).partition(".")[0]
     before, after = (one.meta.get("example_value") for one in (next(iter(operands_of(node)), node), node))
     if native == "detach":

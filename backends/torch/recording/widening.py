@@ -80,7 +80,7 @@ def _in_sixteen_bits(value: Any) -> Any:
 
 
 def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, wide: bool) -> Any:
-    """Run an operator in float32, or else in 16 bits; write its changes back, and wrap its results."""
+    """Run an operator in float32 if ``wide``, else in 16 bits; write its changes back, and wrap its results."""
     replaced: dict[int, tuple[Tensor, Tensor]] = {}  # each 16-bit argument and its replacement, by the latter's id
 
     def replace(value: Any) -> Any:

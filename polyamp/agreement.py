@@ -21,6 +21,17 @@ from polyamp.policies import Policy, current_policy, in_policy
 from polyamp.settings import LossScale
 
 
+class OfPolicy:
+    """What is made for a policy, as a loss scale in use is."""
+
+    policy: Policy | None  # None if nobody chose one
+
+    @property
+    def compute(self) -> str | None:
+        """The format that forward passes compute in, as far as the policy tells."""
+        return None if self.policy is None else self.policy.compute
+
+
 def report_disagreement(
     own: Policy | None, forward: Policy | None, settings: LossScale, *, in_float32: str = ""
 ) -> None:
@@ -57,7 +68,7 @@ _traced_for: ContextVar[Policy | None] = ContextVar("polyamp_traced_for", defaul
 
 @contextmanager
 def traced_for(policy: Policy) -> Iterator[None]:
-    """Mark the code traced in this block as one to be rewritten: its forward pass will run under a policy."""
+    """Trace the code in this block to rewrite it under a policy: its forward pass will compute in that policy."""
     token = _traced_for.set(policy)
     try:
         yield
@@ -66,5 +77,5 @@ def traced_for(policy: Policy) -> Iterator[None]:
 
 
 def is_rewritten() -> bool:
-    """Return whether the calling code is traced to be rewritten; the rewrite then tests how the loss is scaled."""
+    """Return whether the caller is traced to be rewritten; the rewrite then tests how its loss is scaled."""
     return _traced_for.get() is not None

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from polyamp.agreement import report_disagreement
+from polyamp.agreement import OfPolicy, report_disagreement
 from polyamp.errors import no_loss
 from polyamp.policies import Policy
 from polyamp.provenance import ScaledLosses
@@ -58,12 +58,12 @@ def with_masters(variables: Sequence[Any], trained: Sequence[Any]) -> list[tuple
 
 
 def followed(xp: Any, value: Any, master: Any) -> Any:
-    """Return a master weight, with the elements that were assigned to its variable since the last rounding."""
+    """Return a master weight, with what was assigned to the model's variable since it was rounded into that."""
     return xp.where(xp.equal(xp.cast(master, value.dtype), value), master, xp.cast(value, "float32"))
 
 
 def select(xp: Any, counter: str, condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Return values chosen by a condition; a number gets the type of the other one, if a tensor, else ``counter``."""
+    """Select values; a Python number gets the type of the tensor next to it, or that of a counter."""
     dtype = next((value.dtype for value in (if_true, if_false) if xp.is_tensor(value)), counter)
     return xp.where(condition, xp.cast(if_true, dtype), xp.cast(if_false, dtype))
 
@@ -74,7 +74,7 @@ def all_finite(xp: Any, grads: Sequence[Any]) -> Any:
 
 
 class Stored(NamedTuple):
-    """A loss-scale state in few variables, of each of which TensorFlow keeps 35 KiB for good; or their values."""
+    """A loss-scale state in variables, or their values. Few, because TensorFlow keeps 35 KiB of each for good."""
 
     dynamic_scale: Any  # Keras' class has variables with the names of these two
     step_counter: Any
@@ -88,10 +88,10 @@ class Stored(NamedTuple):
         return cls(scale, good_steps, counters, overflow_scale)
 
 
-class ArrayScaler:
+class ArrayScaler(OfPolicy):
     """A loss scale in variables, and its application to tensors of the namespace ``xp``.
 
-    A framework's subclass adds what differs: variables, and what is known of a tensor and of the code around it.
+    The class of a framework adds what differs: variables, and what is known of a tensor and of the code around it.
     """
 
     xp: Any
@@ -99,7 +99,7 @@ class ArrayScaler:
 
     def __init__(self, settings: LossScale, add_variable: Callable[[str, Any], Any], policy: Policy | None) -> None:
         self.settings = settings.in_float32()
-        self.policy = policy  # that the optimizer was wrapped for; None if nobody chose one
+        self.policy = policy
         self.losses = ScaledLosses()
         self.stored = Stored(*map(add_variable, Stored._fields, Stored.of(self.settings.initial_state())))
 
@@ -124,13 +124,8 @@ class ArrayScaler:
         raise NotImplementedError
 
     def is_one_of_several(self) -> bool:
-        """Return whether this scaler's state is one of several, as in replicas."""
+        """Return whether there are several states of this scaler here, as in replicas."""
         raise NotImplementedError
-
-    @property
-    def compute(self) -> str | None:
-        """The format that forward passes compute in, as far as the policy tells."""
-        return None if self.policy is None else self.policy.compute
 
     @property
     def state(self) -> LossScaleState:
@@ -138,7 +133,7 @@ class ArrayScaler:
         return self.tensors()
 
     def tensors(self) -> LossScaleState:
-        """Return the scalars as tensors, without recording, as `state` may, that they were read."""
+        """Return `state`, for the step itself."""
         scale, good_steps, counters, overflow_scale = map(self.value, self.stored)
         return LossScaleState(*[scale, good_steps, *self.xp.unstack(counters), overflow_scale])
 
@@ -186,7 +181,7 @@ class ArrayScaler:
         return self.xp.logical_and(all_finite(self.xp, grads), can_divide(self.value(self.stored.dynamic_scale)))
 
     def divide(self, grads: Sequence[Any], variables: Sequence[Any] = ()) -> list[Any]:
-        """Return gradients divided by the scale of their loss, in float32 or wider; ``variables``: theirs, if known."""
+        """Return gradients, of variables if they are known, divided by the scale of their loss, in float32 or wider."""
         if not self.settings.check:
             return list(grads)
         scale = self.value(self.stored.dynamic_scale)
@@ -195,7 +190,7 @@ class ArrayScaler:
         return divided(self.xp, grads, scale)
 
     def clip(self, grads: Sequence[Any], limit: float, total: Sequence[Any]) -> list[Any]:
-        """Return gradients scaled down so that their sums over replicas, ``total``, have an L2 norm up to ``limit``."""
+        """Return gradients clipped, so that the global L2 norm of ``total``, their sums over replicas, is ``limit``."""
         squares = [self.xp.sum(self.xp.square(self.xp.cast(values, "float32"))) for values in values_of(total)]
         excess = self.xp.maximum(self.xp.sqrt(self.add(squares)), limit) / limit
         return divided(self.xp, grads, excess)
@@ -207,7 +202,7 @@ class ArrayScaler:
     def advance(self, finite: Any) -> list[Any]:
         """Advance the state after a step; on the CPU, outside traced functions, also report the limits.
 
-        Return the operations that do this, where there are any.
+        Return the operations that do it, where there are any.
         """
         if self.platform(finite) != "cpu":
             choose = functools.partial(select, self.xp, self.counter)
@@ -229,19 +224,19 @@ class ArrayScaler:
         self._assign(Stored.of(self.settings.from_state_dict(saved)))
 
     def follow(self, variables: Sequence[Any], trained: Sequence[Any]) -> list[Any]:
-        """Copy to the master weights what was assigned to variables since they were last rounded."""
+        """Copy a value assigned to a model's variable since the last rounding into its master weight."""
         return [
             self.assign(master, followed(self.xp, self.value(one), self.value(master)))
             for one, master in with_masters(variables, trained)
         ]
 
     def round_into(self, variables: Sequence[Any], trained: Sequence[Any]) -> list[Any]:
-        """Assign the master weights, rounded, to their variables; return the results of the assignments."""
+        """Round the master weights into the model's variables; the result is as in `follow`."""
         pairs = with_masters(variables, trained)
         return [self.assign(one, self.xp.cast(self.value(master), one.dtype)) for one, master in pairs]
 
     def _assign(self, state: Stored, before: Stored | None = None) -> list[Any]:
-        """Assign the values of a state to the variables; if ``before`` is given, only those that differ."""
+        """Assign the values that differ from those before, if these are known."""
         triples = zip(self.stored, state, before or [None] * len(state), strict=True)
         return [self.assign(variable, value) for variable, value, known in triples if known is None or value != known]
 

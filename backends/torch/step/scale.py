@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from polyamp.agreement import OfPolicy
 from polyamp.backends.torch.casting import leaves
 from polyamp.backends.torch.kernels.control import (
     LOSSES_FINITE,
@@ -43,7 +44,7 @@ from polyamp.settings import LossScale, LossScaleState
 from polyamp.skips import non_finite_loss, report_limits, report_nonfinite_loss
 
 
-class LossScaler:
+class LossScaler(OfPolicy):
     """A `LossScale` in use: its settings and its state, and the scalers of losses with an id, each with its own."""
 
     def __init__(self, settings: LossScale, policy: Policy | None = None) -> None:
@@ -87,11 +88,6 @@ class LossScaler:
         if loss_id not in self.others:
             self.others[loss_id] = type(self)(self.settings, self.policy)
         return self.others[loss_id]
-
-    @property
-    def compute(self) -> str | None:
-        """The format that forward passes compute in, as far as the policy tells."""
-        return None if self.policy is None else self.policy.compute
 
     def all(self) -> list[Self]:
         """Return this scaler, and those of losses with an id."""

@@ -37,20 +37,20 @@ _OWN = frozenset({"polyamp_wrapper", "step", "zero_grad", "add_param_group", "st
 _OF_SCALERS = frozenset({"grad_scale", "found_inf"})  # attributes by which torch's scaler passes its scale
 
 
+def _of_wrapper(name: str) -> Any:
+    """Return a property for an attribute of the wrapper."""
+    # `attrgetter` has no frame: `asked_by_checkpoint` looks at the caller's.
+    return property(attrgetter(f"polyamp_wrapper.{name}"), lambda one, value: setattr(one.polyamp_wrapper, name, value))
+
+
 class Attached:
     """The part of an attached optimizer's class that passes calls and attributes on; see `attach`."""
 
     polyamp_wrapper: LossScaledOptimizer
     polyamp_saves_scale = True
 
-    param_groups = property(
-        attrgetter("polyamp_wrapper.param_groups"),  # without a frame: `asked_by_checkpoint` looks at the caller's
-        lambda self, groups: setattr(self.polyamp_wrapper, "param_groups", groups),
-    )
-    state = property(
-        attrgetter("polyamp_wrapper.state"), lambda self, state: setattr(self.polyamp_wrapper, "state", state)
-    )
-    _step_supports_amp_scaling = property(attrgetter("polyamp_wrapper._step_supports_amp_scaling"))
+    param_groups, state = _of_wrapper("param_groups"), _of_wrapper("state")
+    _step_supports_amp_scaling = _of_wrapper("_step_supports_amp_scaling")
 
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Make the wrapper's step; see `LossScaledOptimizer.step`."""

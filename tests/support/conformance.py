@@ -9,7 +9,7 @@ import pytest
 
 import polyamp
 from polyamp import LossScale, adapters, policy
-from polyamp.errors import InvalidTypeError, StateError, UsageError
+from polyamp.errors import InvalidTypeError, NonFiniteLossError, StateError, UsageError
 from support.harness import overflow_trace, random_arrays, same_bits, spoiled
 
 SETTINGS = {
@@ -104,6 +104,35 @@ class Conformance:
         assert session.step(grads)
         for key, array in session.weights().items():
             np.testing.assert_allclose(array, random_arrays(0)[key] - grads[key], rtol=1e-6, atol=1e-6)
+
+    @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+    def test_a_loss_that_is_not_finite_skips_the_step_with_one_warning(self, harness: Any, value: float) -> None:
+        session = harness.start(random_arrays(0), policy("mixed_float16"))
+        before = session.weights()
+        with pytest.warns(polyamp.PolyampWarning, match="before scaling: a smaller scale cannot help") as said:
+            result = session.step(random_arrays(1), loss=value)
+        assert (result.applied, len(said)) == (False, 1)
+        assert ("before scaling" in result.reason) is (harness.name != "jax")  # whose state does not have the loss
+        assert not session.step(random_arrays(1), loss=value)
+        assert "before scaling" not in session.step(spoiled(random_arrays(1), value), loss=1.0).reason
+        assert same_bits(session.weights(), before)
+        assert session.step(random_arrays(1))
+
+    def test_a_loss_that_is_not_finite_raises_where_that_is_asked_for(self, harness: Any) -> None:
+        strict = LossScale(nonfinite_loss="raise")
+        session = harness.start(random_arrays(0), policy("mixed_float16"), loss_scale=strict)
+        with pytest.raises(NonFiniteLossError, match="a smaller scale cannot help"):
+            session.step(random_arrays(1), loss=np.nan)
+        assert same_bits(session.weights(), harness.start(random_arrays(0), policy("mixed_float16")).weights())
+
+    @pytest.mark.filterwarnings("ignore:Gradients do not exist:UserWarning")  # Keras says so
+    def test_a_parameter_without_a_gradient_stays_as_it_is(self, harness: Any) -> None:
+        session, grads = harness.start(random_arrays(0), policy("mixed_float16")), random_arrays(1)
+        del grads["vector"]
+        before = session.weights()
+        assert session.step(grads)
+        unchanged = [name for name, array in session.weights().items() if np.array_equal(array, before[name])]
+        assert unchanged == ["vector"]
 
     def test_clipping_limits_the_unscaled_norm(self, harness: Any) -> None:
         weights, grads = random_arrays(0), random_arrays(1)

@@ -1,10 +1,11 @@
 """What the harnesses of all frameworks share: each drives its framework with NumPy arrays.
 
 A harness starts sessions: parameters in the policy's ``param`` format, and a plain optimizer, wrapped. A session's
-``step`` takes float32 gradients that are not scaled yet. It multiplies them by the loss scale in the framework, casts
-them to the parameters' format, as after a scaled backward pass, and returns the `StepResult`. ``weights`` are the
-parameters, ``memory`` is everything else that a skipped step must not change, and ``holder`` is the argument of
-`polyamp.save_loss_scale`. ``assign`` writes parameters, as a user's code does.
+``step`` takes float32 gradients that are not scaled yet; those that are missing are None in the framework, and zeros in
+JAX. It multiplies them by the scaled loss, which is 1 before, casts them to the parameters' format, as after a scaled
+backward pass, and returns the `StepResult`. ``weights`` are the parameters, ``memory`` is everything else that a
+skipped step must not change, and ``holder`` is the argument of `polyamp.save_loss_scale`. ``assign`` writes parameters,
+as a user's code does.
 """
 
 from collections.abc import Mapping

@@ -25,9 +25,10 @@ class JaxSession:
     def __init__(self, tx: Any, params: dict[str, jax.Array]) -> None:
         self.tx, self.params, self.holder = tx, params, tx.init(params)
 
-    def step(self, grads: Arrays) -> polyamp.StepResult:
-        scale = self.holder.loss_scale
-        scaled = {name: (grad * scale).astype(self.params[name].dtype) for name, grad in grads.items()}
+    def step(self, grads: Arrays, loss: float = 1.0) -> polyamp.StepResult:
+        factor = polyamp.scale_loss(jnp.float32(loss), self.holder)
+        known = {name: jnp.zeros_like(param) for name, param in self.params.items()} | dict(grads)
+        scaled = {name: (known[name] * factor).astype(param.dtype) for name, param in self.params.items()}
         updates, self.holder = self.tx.update(scaled, self.holder, self.params)
         self.params = optax.apply_updates(self.params, updates)
         return self.holder.last_step

@@ -24,10 +24,13 @@ class KerasSession:
         self.variables, self.holder = variables, holder
         holder.build(list(variables.values()))
 
-    def step(self, grads: Arrays) -> polyamp.StepResult:
-        scale = self.holder.scale_loss(ops.ones(()))
-        scaled = [ops.cast(ops.array(grads[name]) * scale, var.dtype) for name, var in self.variables.items()]
-        self.holder.apply_gradients(zip(scaled, self.variables.values(), strict=True))
+    def step(self, grads: Arrays, loss: float = 1.0) -> polyamp.StepResult:
+        factor = self.holder.scale_loss(ops.array(loss))
+        pairs = [
+            (ops.cast(ops.array(grads[name]) * factor, var.dtype) if name in grads else None, var)
+            for name, var in self.variables.items()
+        ]
+        self.holder.apply_gradients(pairs)
         return self.holder.last_step
 
     def assign(self, weights: Arrays) -> None:

@@ -23,17 +23,24 @@ class TensorFlowSession:
         self._step = tf.function(self._apply, autograph=False)
         self._make_slots()
 
-    def _apply(self, grads: dict[str, tf.Tensor]) -> None:
-        scale = self.holder.scale_loss(tf.ones(()))
-        pairs = [(tf.cast(grads[name] * scale, variable.dtype), variable) for name, variable in self.variables.items()]
+    def _apply(self, grads: dict[str, tf.Tensor], loss: float = 1.0) -> None:
+        factor = self.holder.scale_loss(tf.constant(loss))
+        pairs = [
+            (tf.cast(grads[name] * factor, variable.dtype) if name in grads else None, variable)
+            for name, variable in self.variables.items()
+        ]
         self.holder.apply_gradients(pairs)
 
     def _make_slots(self) -> None:
         """Make the slots by tracing, so that there is memory to compare before the first step."""
         self._step.get_concrete_function({name: tf.TensorSpec(var.shape) for name, var in self.variables.items()})
 
-    def step(self, grads: Arrays) -> polyamp.StepResult:
-        self._step({name: tf.constant(array) for name, array in grads.items()})
+    def step(self, grads: Arrays, loss: float | None = None) -> polyamp.StepResult:
+        tensors = {name: tf.constant(array) for name, array in grads.items()}
+        if loss is None:
+            self._step(tensors)
+        else:  # only eager code reports a loss where it is scaled
+            self._apply(tensors, loss)
         return self.holder.last_step
 
     def assign(self, weights: Arrays) -> None:

@@ -43,10 +43,12 @@ class TorchSession:
         self.params = params
         self.holder = holder
 
-    def step(self, grads: Arrays) -> StepResult:
-        for name, param in self.params.items():
-            grad = torch.from_numpy(np.array(grads[name], np.float32)).to(param.device)
-            param.grad = (grad * self.holder.scale(torch.ones((), device=param.device))).to(param.dtype)
+    def step(self, grads: Arrays, loss: float | None = None) -> StepResult:
+        for name, array in grads.items():
+            param, grad = self.params[name], torch.from_numpy(np.array(array, np.float32))
+            # A loss on the CPU is reported at once, one on another device at the next step.
+            given = torch.ones((), device=param.device) if loss is None else torch.tensor(loss)
+            param.grad = (grad.to(param.device) * self.holder.scale(given)).to(param.dtype)
         self.holder.step()
         self.holder.zero_grad()
         return self.holder.last_step

@@ -54,12 +54,12 @@ class Program:
         return results
 
     def results(self, arrays: Sequence[Any]) -> Any:
-        """Return what the function returned, with ``arrays`` in place of the arrays in it."""
+        """Return what the function returned, with the given arrays in place of its own."""
         given, kept = iter(arrays), zip(self._results, self._given, strict=True)
         return jax.tree.unflatten(self._tree, [next(given) if is_one else leaf for leaf, is_one in kept])
 
     def vjp(self, run: Run, arrays: Sequence[Any], places: Sequence[int]) -> Any:
-        """Run the program by ``run``; return its floating-point results and their pullback to arrays at ``places``."""
+        """Return the floating-point results of the program, as ``run`` runs it, and their pullback to some arrays."""
 
         def of_places(own: dict[int, Any]) -> list[Any]:
             results = run(self, [own.get(place, array) for place, array in enumerate(arrays)])
@@ -69,11 +69,11 @@ class Program:
 
     @property
     def floating(self) -> list[int]:
-        """The places of the floating-point arrays among the arguments."""
+        """The places of floating-point arrays."""
         return [place for place, array in enumerate(self.arrays) if is_inexact(array.dtype)]
 
     def bytes_saved(self, run: Run) -> int | None:
-        """Return the bytes that ``jax.vjp`` keeps for floating-point arguments; None if ``jax.vjp`` fails."""
+        """Return the bytes that ``jax.vjp`` keeps for floating-point arguments; None if it fails."""
 
         def kept(arrays: Sequence[Any]) -> list[Any]:  # leaves: JAX caches the tree of a result, and with it a jaxpr
             return jax.tree.leaves(self.vjp(run, arrays, self.floating)[1])
@@ -138,13 +138,13 @@ class Equation(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the equation's primitive."""
+        """The name of its primitive."""
         name: str = self.own.primitive.name
         return name
 
 
 def walk(closed: Any, path: str = "", is_backward: bool = False, times: int = 1) -> Iterator[Equation]:
-    """Yield all equations; in place of one that holds a program, the equations of this program."""
+    """Yield all equations; those of an inner program replace the equation that holds it."""
     for own in unstable.opened(closed)[0].eqns:
         place = "/".join(filter(None, (path, unstable.scopes(own))))
         backward = is_backward or "transpose" in unstable.transformations(own)

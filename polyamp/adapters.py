@@ -120,6 +120,7 @@ GROUP = "polyamp.backends"
 # Plain dicts: functools.cache breaks torch.compile(fullgraph=True).
 _entries: dict[str, EntryPoint] = {}
 _adapters: dict[str, AnyAdapter] = {}
+_tracing: list[tuple[AnyAdapter, Callable[[], bool]]] = []  # with a question: is the compiler tracing?
 
 
 def entries() -> dict[str, EntryPoint]:
@@ -243,17 +244,17 @@ def loaded() -> list[AnyAdapter]:
 
 def tracing() -> AnyAdapter | None:
     """Return the adapter whose compiler is tracing the calling code: it could not follow a search for adapters."""
-    _load_first()
-    for adapter in _adapters.values():
-        if hasattr(adapter, "is_tracing") and adapter.is_tracing():
+    if not _adapters:
+        _load_first()
+    for adapter, is_tracing in _tracing:
+        if is_tracing():
             return adapter
     return None
 
 
 def _load_first() -> None:
-    if not _adapters:
-        with suppress(Exception):  # it is raised again where it matters
-            loaded()
+    with suppress(Exception):  # it is raised again where it matters
+        loaded()
 
 
 # torch.compile runs this function while it traces the caller, and does not trace the imports.
@@ -275,11 +276,13 @@ def _load(entry: EntryPoint) -> AnyAdapter:
     if entry.value not in _adapters:
         backend = _backend_of(entry)
         try:
-            _adapters[entry.value] = entry.load()
+            adapter = _adapters[entry.value] = entry.load()
         except ModuleNotFoundError as error:
             if error.name not in entries():
                 raise  # something inside of a framework, or of polyamp
             raise missing(error.name, extra=backend) from error
+        if hasattr(adapter, "is_tracing"):
+            _tracing.append((adapter, adapter.is_tracing))
     return _adapters[entry.value]
 
 

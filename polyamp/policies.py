@@ -327,6 +327,9 @@ def enter(policy: Policy, owner: object, payload: Any = None) -> None:
 def leave(owner: object) -> Any:
     """Forget the last entry of an object, which need not be the last of all: two generators end in any order."""
     entry = _INNERMOST.get()
+    if entry is not None and entry[1] is owner:  # as almost always
+        _INNERMOST.set(entry[3])
+        return entry[2]
     later: list[Entry] = []
     while entry is not None and entry[1] is not owner:
         later.append(entry)
@@ -359,7 +362,8 @@ def set_global_policy(spec: Policy | str) -> Policy:
 def _from_words(words: Words, formats: dict[str, str], where: str) -> Policy:
     named = words.formats
     for key, value in formats.items():
-        if key in named and named[key] != value and (key == "compute" or words.name is None):  # a word names compute
+        contradicts_word = words.name is not None and key == "compute"
+        if key in named and named[key] != value and (contradicts_word or words.name is None):
             raise InvalidValueError(
                 f"two formats for {key}",
                 where=f"{where} and policy({key}=)",

@@ -170,7 +170,6 @@ def not_traced(method: Method) -> Method:
     """Make Dynamo call a function in Python, and not look into it, as torch's own optimizers are called."""
     # The public `torch.compiler.disable` imports Dynamo at once, which takes longer than importing torch.
     method._torchdynamo_disable = True  # type: ignore[attr-defined]
-    method._torchdynamo_disable_msg = None  # type: ignore[attr-defined]
     return never_compiled(method)
 
 

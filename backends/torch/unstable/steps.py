@@ -132,14 +132,14 @@ def ask_before_clipping(name: str, choose: Choose) -> None:
     _USERS[name] += 1
     for name in _CLIPPING:
         original = getattr(clip_grad, name, None)
-        if original is None or hasattr(original, "_asks_polyamp"):
+        if original is None or hasattr(original, "asks_polyamp"):
             continue
         asking = _asking(original, measured=name.startswith("_"))
         for module in (clip_grad, utils):
             for known in [known for known, value in vars(module).items() if value is original]:
                 _replace(module, known, asking)
     fsdp = sys.modules.get(_FSDP)
-    if fsdp is not None and not hasattr(fsdp.FullyShardedDataParallel.clip_grad_norm_, "_asks_polyamp"):
+    if fsdp is not None and not hasattr(fsdp.FullyShardedDataParallel.clip_grad_norm_, "asks_polyamp"):
         kind = fsdp.FullyShardedDataParallel
         _replace(kind, "clip_grad_norm_", _asking(kind.clip_grad_norm_, measured=True))
 
@@ -177,7 +177,7 @@ def _asking(original: Callable[..., Any], *, measured: bool) -> Callable[..., An
             again = (one for one in given) if isinstance(parameters, Iterator) else parameters
         return original(again, *(() if limit is None else (limit,)), *args, **kwargs)
 
-    asks._asks_polyamp = True  # type: ignore[attr-defined]
+    asks.asks_polyamp = True  # type: ignore[attr-defined]
     return asks
 
 
@@ -185,7 +185,7 @@ def ask_before_joining(check: Callable[[Sequence[Any]], None]) -> None:
     """Call a function with what takes part in torch's ``Join``, for ranks with uneven inputs, when one is entered."""
     from torch.distributed.algorithms.join import Join
 
-    if hasattr(Join.__enter__, "_asks_polyamp"):
+    if hasattr(Join.__enter__, "asks_polyamp"):
         return
     original: Any = Join.__enter__
 
@@ -194,7 +194,7 @@ def ask_before_joining(check: Callable[[Sequence[Any]], None]) -> None:
         check(join._joinables if join._enable else ())
         original(join)
 
-    enter._asks_polyamp = True  # type: ignore[attr-defined]
+    enter.asks_polyamp = True  # type: ignore[attr-defined]
     Join.__enter__ = enter  # type: ignore[method-assign]
 
 

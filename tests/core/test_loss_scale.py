@@ -179,6 +179,14 @@ def test_numpy_takes_the_same_steps_as_python_numbers(config: LossScale, trace: 
         assert [np.asarray(field).dtype for field in state] == [np.float32, *[np.int32] * 8, np.float32]
 
 
+@pytest.mark.parametrize("scale", [2.0**30, 2.0**-20, 0.0, -8.0, math.inf, math.nan])
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_scale_outside_of_its_limits_starts_again(scale: float, finite: bool) -> None:
+    config = LossScale(max=2.0**20)
+    left = config.initial_state()._replace(scale=scale)
+    assert advance(config, left, finite).scale == advance(config, config.initial_state(), finite).scale
+
+
 LAST = 2**31 - 1
 
 

@@ -20,7 +20,7 @@ from polyamp.flow import (
     parameter,
     table,
 )
-from polyamp.numbering import Numbering, terms_of_einsum
+from polyamp.numbering import Numbering, sizes_of_einsum, terms_of_einsum
 from polyamp.readers import DIVIDES, Read, look
 from polyamp.rules import parse_rules
 
@@ -317,6 +317,9 @@ def test_a_constant_over_another_value_is_a_reciprocal() -> None:
     assert not numbering.is_constant(numbering.of("add", [one, value]))
     assert numbering.specific("div", both, value) == "reciprocal"
     assert numbering.specific("div", both, one) == numbering.specific("div", value, one) == "div"
+    assert numbering.specific("div", value, numbering.new()) == "div"
+    assert numbering.specific("add", value, value) == "add"
+    assert numbering.specific("mul", value, one) == "mul"
 
 
 @pytest.mark.parametrize(
@@ -332,10 +335,20 @@ def test_a_constant_over_another_value_is_a_reciprocal() -> None:
         ("i,j,k->ijk", [(2,), (3,), (4,)], 1),
         ("ab->ba", [(2, 3)], 1),
         ("ab->a", [(2, 3)], 3),
+        ("bi,bi->b", [(4, 2), (4, 2)], 2),
+        ("...i,...i", [(7, 2), (7, 2)], 2),
     ],
 )
 def test_the_terms_of_an_einsum_are_counted(equation: str, shapes: list[tuple[int, ...]], terms: int) -> None:
     assert terms_of_einsum(equation, shapes) == terms
+
+
+@pytest.mark.parametrize(
+    ("equation", "sizes"),
+    [("ab,bc->ac", (2, 3, 4)), ("ab,bc", (2, 3, 4)), ("ab,bc->c", (2, 3, 4)), ("ab,bc->abc", (2, 1, 4))],
+)
+def test_an_einsum_is_a_product_of_rows_terms_and_columns(equation: str, sizes: tuple[int, ...]) -> None:
+    assert sizes_of_einsum(equation, [(2, 3), (3, 4)]) == sizes
 
 
 def test_a_product_that_sums_nothing_is_a_mul_and_dot_products_of_equal_rows_are_squares() -> None:

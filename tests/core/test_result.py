@@ -3,6 +3,7 @@
 from functools import partial, reduce
 from typing import Any
 
+import numpy as np
 import pytest
 
 import polyamp
@@ -50,6 +51,13 @@ def test_an_optimizer_that_shares_a_scale_has_a_result_of_its_own(applied: bool)
 def test_what_is_no_state_is_refused() -> None:
     with pytest.raises(polyamp.errors.InvalidTypeError, match="state"):
         StepResult(tuple(LossScale().initial_state()))  # type: ignore[arg-type]
+
+
+def test_the_result_of_several_states_is_not_one_truth() -> None:
+    several = state(True)._replace(skipped_in_a_row=np.array([0, 1]))
+    assert StepResult(several).applied.tolist() == [True, False]
+    with pytest.raises(polyamp.errors.UsageError, match="several states"):
+        bool(StepResult(several))
 
 
 class Watched(float):

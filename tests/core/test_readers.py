@@ -21,7 +21,7 @@ from polyamp.flow import (
     table,
 )
 from polyamp.numbering import Numbering, sizes_of_einsum, terms_of_einsum
-from polyamp.readers import DIVIDES, Read, look
+from polyamp.readers import DIVIDES, Read, factor, look
 from polyamp.rules import parse_rules
 
 LOW, WEAK, STRONG, WEIGHTS = Value("low", "matmul"), Value(), Value("strong", "square"), Value(role="weights")
@@ -58,6 +58,9 @@ COVARIANCE = ("p = mul x y", "e = avg_pool p", "q = mul m n", "r = sub e q", "z 
         (DETERMINANT, "p q"),
         (IOU, "p q i s u"),
         (COVARIANCE, "p e q"),
+        (("p = mul a b", "r = sub p", "y = matmul r w"), ""),  # less a number, which is not a product
+        ((*DETERMINANT, "s = mul e f", "m = matmul r s", "y = matmul m w"), "p q"),
+        (("p = mul a b", "q = mul c d", "e = relu p", "f = relu q", "r = sub e f", "y = matmul r w"), ""),
     ],
 )
 def test_a_product_is_found_that_full_work_alone_reads(program: tuple[str, ...], found: str) -> None:
@@ -104,6 +107,8 @@ VALUES = ("y = add a k", "u = mul y k", "v = add b k", "d = sub u v", "q = squar
         (("u = sigmoid a", "y = sub u k", "e = log y"), ""),  # 1 - p: a number, which is not a mean or an equal term
         (VALUES, "y u v"),
         ((*VALUES, "z = matmul v w"), "u y"),
+        (("y = add a k", "m = mean y", "v = sub y m"), "y"),  # what is returned is not held
+        (("y = add a k", "u = neg y", "m = mean u", "d = sub u m", "z = mul d g"), "y u"),
     ],
 )
 def test_a_sum_is_found_of_which_full_work_and_norms_alone_read_differences(
@@ -149,6 +154,17 @@ def test_small_steps_are_found(program: tuple[str, ...], factor: float, found: s
     assert by_table("add", LOW, WEAK, asked=SMALL_STEPS).format == "float16"
 
 
+@pytest.mark.parametrize(
+    ("operation", "numbers", "expected"),
+    [("mul", [3.0], 3.0), ("lerp", [0.1], 0.1), ("div", [4.0], 0.25)]
+    + [("div", [0.0], 1.0), ("mul", [0.0], 1.0), ("mul", [2.0, 3.0], 1.0), ("mul", [], 1.0), ("add", [2.0], 1.0)],
+)
+def test_the_factor_of_an_operation_is_the_number_it_multiplies_by(
+    operation: str, numbers: list[float], expected: float
+) -> None:
+    assert factor(operation, numbers) == expected
+
+
 GRAM = ("g = matmul t y", "d = div g", "e = sub d k", "q = square e")
 
 
@@ -187,6 +203,9 @@ ATTENTION = ("kv = matmul u v", "n = matmul q kv", "z = matmul q t")
         (("kv = matmul u v", "n = matmul q kv", "p = mul q t", "z = sum p", "r = div n z"), "kv n"),
         (("n = matmul p v", "z = sum p", "r = div n z"), ""),  # a softmax that is written out
         (("n = matmul p v", "r = div n"), ""),
+        ((*ATTENTION, "e = exp z", "r = div n e"), ""),
+        ((*ATTENTION, "i = reciprocal z", "e = exp i", "r = mul n e"), "z"),
+        ((*ATTENTION, "i = reciprocal z", "m = mul i u", "r = mul n m"), "z"),
         (("n = matmul p v", "c = div k k", "r = mul n c"), ""),
         (("n = matmul p v", "i = reciprocal z", "r = mul n i"), ""),
     ],
@@ -215,6 +234,8 @@ def test_a_constant_is_a_divisor_also_behind_a_move() -> None:
     assert found == {"k": DIVIDES, "t": DIVIDES}
     found = look(reads("t = gather k", "q = div y t"), results=["q"], constants=["k"], written={})
     assert found == {"k": DIVIDES}  # also if what is gathered depends on data
+    assert look(reads("t = exp k", "q = div y t"), results=["q"], constants=["k"], written={}) == {}
+    assert look(reads("t = reshape k", "q = mul y t"), results=["q"], constants=["k"], written={}) == {}
     decays = 10.0 ** -np.arange(8.0)
     assert table(decays, "float16").unfit == ""
     assert table(decays, "float16", divides=True).unfit == "constant 1e-07 is lost in float16"

@@ -60,6 +60,7 @@ COVARIANCE = ("p = mul x y", "e = avg_pool p", "q = mul m n", "r = sub e q", "z 
         (COVARIANCE, "p e q"),
         (("p = mul a b", "r = sub p", "y = matmul r w"), ""),  # less a number, which is not a product
         ((*DETERMINANT, "s = mul e f", "m = matmul r s", "y = matmul m w"), "p q"),
+        (("p = mul a b", "q = mul c d", "e = add p x", "r = sub e q", "y = matmul r w"), ""),
         (("p = mul a b", "q = mul c d", "e = relu p", "f = relu q", "r = sub e f", "y = matmul r w"), ""),
     ],
 )
@@ -107,6 +108,7 @@ VALUES = ("y = add a k", "u = mul y k", "v = add b k", "d = sub u v", "q = squar
         (("u = sigmoid a", "y = sub u k", "e = log y"), ""),  # 1 - p: a number, which is not a mean or an equal term
         (VALUES, "y u v"),
         ((*VALUES, "z = matmul v w"), "u y"),
+        (("y = add a k", "n = add y b", "m = mean n", "d = sub n m", "z = mul d g"), ""),
         (("y = add a k", "m = mean y", "v = sub y m"), "y"),  # what is returned is not held
         (("y = add a k", "u = neg y", "m = mean u", "d = sub u m", "z = mul d g"), "y u"),
     ],
@@ -204,6 +206,10 @@ ATTENTION = ("kv = matmul u v", "n = matmul q kv", "z = matmul q t")
         (("n = matmul p v", "z = sum p", "r = div n z"), ""),  # a softmax that is written out
         (("n = matmul p v", "r = div n"), ""),
         ((*ATTENTION, "e = exp z", "r = div n e"), ""),
+        ((*ATTENTION, "c = add z u", "r = div n c"), "kv n z"),
+        ((*ATTENTION, "c = mul z", "r = div n c"), "kv n z"),
+        ((*ATTENTION, "c = mul z", "r = mul n c"), ""),
+        ((*ATTENTION, "i = reciprocal z", "m = mul i", "r = mul n m"), "kv n z"),
         ((*ATTENTION, "i = reciprocal z", "e = exp i", "r = mul n e"), "z"),
         ((*ATTENTION, "i = reciprocal z", "m = mul i u", "r = mul n m"), "z"),
         (("n = matmul p v", "c = div k k", "r = mul n c"), ""),

@@ -158,8 +158,16 @@ def test_small_steps_are_found(program: tuple[str, ...], factor: float, found: s
 
 @pytest.mark.parametrize(
     ("operation", "numbers", "expected"),
-    [("mul", [3.0], 3.0), ("lerp", [0.1], 0.1), ("div", [4.0], 0.25)]
-    + [("div", [0.0], 1.0), ("mul", [0.0], 1.0), ("mul", [2.0, 3.0], 1.0), ("mul", [], 1.0), ("add", [2.0], 1.0)],
+    [
+        ("mul", [3.0], 3.0),
+        ("lerp", [0.1], 0.1),
+        ("div", [4.0], 0.25),
+        ("div", [0.0], 1.0),
+        ("mul", [0.0], 1.0),
+        ("mul", [2.0, 3.0], 1.0),
+        ("mul", [], 1.0),
+        ("add", [2.0], 1.0),
+    ],
 )
 def test_the_factor_of_an_operation_is_the_number_it_multiplies_by(
     operation: str, numbers: list[float], expected: float
@@ -347,6 +355,7 @@ def test_a_constant_over_another_value_is_a_reciprocal() -> None:
     assert numbering.specific("div", value, numbering.new()) == "div"
     assert numbering.specific("add", value, value) == "add"
     assert numbering.specific("mul", value, one) == "mul"
+    assert numbering.specific("sub", both, value) == "sub"
 
 
 @pytest.mark.parametrize(
@@ -372,7 +381,13 @@ def test_the_terms_of_an_einsum_are_counted(equation: str, shapes: list[tuple[in
 
 @pytest.mark.parametrize(
     ("equation", "sizes"),
-    [("ab,bc->ac", (2, 3, 4)), ("ab,bc", (2, 3, 4)), ("ab,bc->c", (2, 3, 4)), ("ab,bc->abc", (2, 1, 4))],
+    [
+        ("ab,bc->ac", (2, 3, 4)),
+        ("ab,bc", (2, 3, 4)),
+        ("ab,bc->c", (2, 3, 4)),
+        ("ab,bc->abc", (2, 1, 4)),
+        ("...ab,...bc->ac", (2, 3, 4)),
+    ],
 )
 def test_an_einsum_is_a_product_of_rows_terms_and_columns(equation: str, sizes: tuple[int, ...]) -> None:
     assert sizes_of_einsum(equation, [(2, 3), (3, 4)]) == sizes
@@ -388,6 +403,8 @@ def test_a_product_that_sums_nothing_is_a_mul_and_dot_products_of_equal_rows_are
     assert numbering.product([rows, rows], 4, is_aligned=False) == "matmul"
     assert numbering.product([rows, rows], 4, is_aligned=True) == numbering.product([wide, tall], 4, is_aligned=True)
     assert numbering.product([wide, tall], 4, is_aligned=True) == "square"
+    made = numbering.of("exp", [rows]), numbering.of("relu", [others])
+    assert numbering.product(made, 4, is_aligned=True) == "matmul"
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def _compile(name: str, path: Path) -> None:
 
 
 def _load(name: str, path: Path) -> Path:
-    """Load a library for good, once."""
+    """Load a library, unless this process has it already; return the path of the loaded file."""
     with _lock:
         if name not in _loaded:
             _check_owners(path)

@@ -197,7 +197,7 @@ class _UnderPolicy(accelerate.Accelerator):
 
 
 def _apply(policy: Policy, model: Any) -> None:
-    """Convert a model if the policy has 16-bit parameters, and replace its forward pass by one in a region.
+    """Convert a model if the policy has 16-bit parameters, and replace its forward pass by one in autocast.
 
     The replacement has the form that accelerate's ``unwrap_model`` undoes. A model that has one is left as it is.
     """

@@ -59,7 +59,7 @@ class Gradients:
         return kinds <= {Tensor, Parameter} and dtypes <= REAL and len({param.device for param in self.parameters}) == 1
 
     def unscale(self, inverse_scale: Tensor, *, simple: bool = False, over_mesh: bool = False) -> Tensor:
-        """Multiply every gradient in place, in float32 arithmetic, and test the previous values for inf and NaN."""
+        """Multiply gradients in place, in float32 arithmetic; return 1.0 if the values before had inf or NaN."""
         with torch.no_grad():
             if simple and self._grads:
                 try:  # without testing layouts, which is slow; torch refuses sparse gradients before it writes anything
@@ -199,7 +199,7 @@ class ByHand:
         self.accept()
 
     def accept(self) -> None:
-        """Take the gradient as it is now as nothing that was added by hand."""
+        """Accept the gradient as it is now: no write so far is one by hand."""
         param = self._param()
         self._before = None if param is None or param.grad is None else Gradient.of(param)
 

@@ -100,7 +100,7 @@ class MasterWeights:
                 self._taken[place] = Gradient.of(param)
 
     def are_torn(self) -> bool:
-        """Return whether masters' gradients were clipped and then the model's were changed, other than cleared."""
+        """Return whether the model's gradients were changed, not only cleared, after the masters' were clipped."""
         pairs = zip(self.model, self._taken, strict=False) if self.are_clipped else ()
         return any(
             not (param.grad is None or taken is None or taken.is_untouched()) and bool(param.grad.any())

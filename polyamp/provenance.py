@@ -93,7 +93,7 @@ class ScaledLosses:
             return ""
 
     def are_here(self, place: Any) -> bool:
-        """Return whether the gradients that an optimizer gets in a place are those of the last loss there."""
+        """Return whether the gradients that an optimizer gets in a place come from the last loss scaled there."""
         others = place is None and (self._open > 0 or self._noted > self._scaled)
         return self._place is place and self._scaled > 0 and not others
 

@@ -174,7 +174,7 @@ def autocast_function(
 
 
 def _autocasting(adapters: list[AnyAdapter]) -> AnyAdapter | None:
-    """Return the first adapter with autocast of either kind; else the first adapter, for its error message."""
+    """Return the first adapter that has an autocast; else the first adapter, so that the error names this one."""
     kinds = ("autocast_function", "autocast_context")
     able = [one for one in adapters if any(hasattr(one, kind) for kind in kinds)]
     return next(iter(able or adapters), None)

@@ -53,7 +53,7 @@ class _TensorFlowLike(Protocol):
 
 
 class WrapOptions(TypedDict, total=False):
-    """The options of `wrap_optimizer`: those of every framework, then those of some."""
+    """The options of `wrap_optimizer`: first those of all frameworks, then those that only some frameworks have."""
 
     loss_scale: LossScale | float | str | None
     max_grad_norm: float | None

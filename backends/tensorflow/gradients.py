@@ -21,7 +21,7 @@ def as_dtype(grad: Any, dtype: tf.DType) -> Any:
 
 
 class MasterWeights(tf.Module):
-    """The float32 master weights of all 16-bit variables asked for so far, in that order; checkpoints contain them."""
+    """The float32 master weights of 16-bit variables, in the order of their first use; checkpoints contain them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -210,7 +210,7 @@ class Verdict(Report):
 
     @property
     def needs_rules(self) -> bool:
-        """Return whether nothing but rules helps: not even a smaller loss scale."""
+        """Return whether only rules help, and no smaller loss scale does."""
         window = self.probe.window
         is_amplified = self.kind == "layer" and self.is_cured and window is not None and window.is_empty
         return self.kind in ("forward", "rounding") or (is_amplified and self.lower is None)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class AnyAdapter(Protocol):
-    """What the search for an adapter knows of each; `polyamp.interface.Adapter` has the types of its verbs."""
+    """An adapter as the search for one sees it; `polyamp.interface.Adapter` has the types of the verbs."""
 
     name: str
 
@@ -159,7 +159,7 @@ def adapter_named(name: str) -> AnyAdapter:
 
 
 def entry_named(name: object) -> EntryPoint:
-    """Return the entry point of a framework's name; refuse a word that is none."""
+    """Return the entry point of a framework's name; refuse any other word."""
     entry = entries().get(name) if type(name) is str else None
     if entry is None:
         raise InvalidTypeError(
@@ -201,7 +201,7 @@ def adapters_within(*objects: object) -> list[AnyAdapter]:
 
 
 def adapter_named_in(name: str, fn: object) -> AnyAdapter | None:
-    """Return the adapter with the verb ``name`` whose framework a function's code uses; None if there are several."""
+    """Return the adapter with the verb ``name`` whose framework a function's code uses; None if not exactly one."""
     roots = {root for obj in named_in(fn) for root in _roots_of(obj)}
     adapters = {_load(entries()[root]) for root in roots & entries().keys()}
     under = {getattr(adapter, "runs_on", None) for adapter in adapters}
@@ -220,7 +220,7 @@ def _roots_of(obj: object) -> Iterator[str]:
 
 
 def _found(leaves: list[object], *ways: Callable[[object], AnyAdapter | None]) -> list[AnyAdapter]:
-    """Return the adapters of these objects, from the first way that finds any."""
+    """Return the objects' adapters, by the first of ``ways`` that finds any."""
     for find in ways or (_by_root, _by_asking):
         found = {adapter.name: adapter for adapter in map(find, leaves) if adapter is not None}
         if found:
@@ -243,7 +243,7 @@ def loaded() -> list[AnyAdapter]:
 
 
 def tracing() -> AnyAdapter | None:
-    """Return the adapter whose compiler is tracing the calling code: it could not follow a search for adapters."""
+    """Return the adapter whose compiler traces this code, and so cannot follow a search for adapters; or None."""
     if not _adapters:
         _load_first()
     for adapter, is_tracing in _tracing:
@@ -301,7 +301,7 @@ def _roots(kind: type) -> Iterator[str]:
 
 
 def verb_of(adapter: AnyAdapter, verb: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Return an optional verb of an adapter; refuse an adapter that does not have it, or not with these options."""
+    """Return an optional verb of an adapter; refuse an adapter without the verb, or without these options of it."""
     if not hasattr(adapter, verb):
         others = sorted({other.name for other in loaded() if hasattr(other, verb)})
         raise UnsupportedError(

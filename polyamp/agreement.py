@@ -68,7 +68,7 @@ _traced_for: ContextVar[Policy | None] = ContextVar("polyamp_traced_for", defaul
 
 @contextmanager
 def traced_for(policy: Policy) -> Iterator[None]:
-    """Trace the code in this block to rewrite it under a policy: its forward pass will compute in that policy."""
+    """Mark the code traced in this block as one to be rewritten: its forward pass will run under a policy."""
     token = _traced_for.set(policy)
     try:
         yield
@@ -77,5 +77,5 @@ def traced_for(policy: Policy) -> Iterator[None]:
 
 
 def is_rewritten() -> bool:
-    """Return whether the caller is traced to be rewritten; the rewrite then tests how its loss is scaled."""
+    """Return whether the calling code is traced to be rewritten; the rewrite then tests how the loss is scaled."""
     return _traced_for.get() is not None

@@ -58,12 +58,12 @@ def with_masters(variables: Sequence[Any], trained: Sequence[Any]) -> list[tuple
 
 
 def followed(xp: Any, value: Any, master: Any) -> Any:
-    """Return a master weight, with what was assigned to the model's variable since it was rounded into that."""
+    """Return a master weight, with the elements that were assigned to its variable since the last rounding."""
     return xp.where(xp.equal(xp.cast(master, value.dtype), value), master, xp.cast(value, "float32"))
 
 
 def select(xp: Any, counter: str, condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Select values; a Python number gets the type of the tensor next to it, or that of a counter."""
+    """Return values chosen by a condition; a number gets the type of the other one, if a tensor, else ``counter``."""
     dtype = next((value.dtype for value in (if_true, if_false) if xp.is_tensor(value)), counter)
     return xp.where(condition, xp.cast(if_true, dtype), xp.cast(if_false, dtype))
 
@@ -74,7 +74,7 @@ def all_finite(xp: Any, grads: Sequence[Any]) -> Any:
 
 
 class Stored(NamedTuple):
-    """A loss-scale state in variables, or their values. Few, because TensorFlow keeps 35 KiB of each for good."""
+    """A loss-scale state in few variables, of each of which TensorFlow keeps 35 KiB for good; or their values."""
 
     dynamic_scale: Any  # Keras' class has variables with the names of these two
     step_counter: Any
@@ -91,7 +91,7 @@ class Stored(NamedTuple):
 class ArrayScaler(OfPolicy):
     """A loss scale in variables, and its application to tensors of the namespace ``xp``.
 
-    The class of a framework adds what differs: variables, and what is known of a tensor and of the code around it.
+    A framework's subclass adds what differs: variables, and what is known of a tensor and of the code around it.
     """
 
     xp: Any
@@ -124,7 +124,7 @@ class ArrayScaler(OfPolicy):
         raise NotImplementedError
 
     def is_one_of_several(self) -> bool:
-        """Return whether there are several states of this scaler here, as in replicas."""
+        """Return whether this scaler's state is one of several, as in replicas."""
         raise NotImplementedError
 
     @property
@@ -133,7 +133,7 @@ class ArrayScaler(OfPolicy):
         return self.tensors()
 
     def tensors(self) -> LossScaleState:
-        """Return `state`, for the step itself."""
+        """Return the scalars as tensors, without recording, as `state` may, that they were read."""
         scale, good_steps, counters, overflow_scale = map(self.value, self.stored)
         return LossScaleState(*[scale, good_steps, *self.xp.unstack(counters), overflow_scale])
 
@@ -181,7 +181,7 @@ class ArrayScaler(OfPolicy):
         return self.xp.logical_and(all_finite(self.xp, grads), can_divide(self.value(self.stored.dynamic_scale)))
 
     def divide(self, grads: Sequence[Any], variables: Sequence[Any] = ()) -> list[Any]:
-        """Return gradients, of variables if they are known, divided by the scale of their loss, in float32 or wider."""
+        """Return gradients divided by the scale of their loss, in float32 or wider; ``variables``: theirs, if known."""
         if not self.settings.check:
             return list(grads)
         scale = self.value(self.stored.dynamic_scale)
@@ -190,7 +190,7 @@ class ArrayScaler(OfPolicy):
         return divided(self.xp, grads, scale)
 
     def clip(self, grads: Sequence[Any], limit: float, total: Sequence[Any]) -> list[Any]:
-        """Return gradients clipped, so that the global L2 norm of ``total``, their sums over replicas, is ``limit``."""
+        """Return gradients scaled down so that their sums over replicas, ``total``, have an L2 norm up to ``limit``."""
         squares = [self.xp.sum(self.xp.square(self.xp.cast(values, "float32"))) for values in values_of(total)]
         excess = self.xp.maximum(self.xp.sqrt(self.add(squares)), limit) / limit
         return divided(self.xp, grads, excess)
@@ -202,7 +202,7 @@ class ArrayScaler(OfPolicy):
     def advance(self, finite: Any) -> list[Any]:
         """Advance the state after a step; on the CPU, outside traced functions, also report the limits.
 
-        Return the operations that do it, where there are any.
+        Return the operations that do this, where there are any.
         """
         if self.platform(finite) != "cpu":
             choose = functools.partial(select, self.xp, self.counter)
@@ -224,19 +224,19 @@ class ArrayScaler(OfPolicy):
         self._assign(Stored.of(self.settings.from_state_dict(saved)))
 
     def follow(self, variables: Sequence[Any], trained: Sequence[Any]) -> list[Any]:
-        """Copy a value assigned to a model's variable since the last rounding into its master weight."""
+        """Copy to the master weights what was assigned to variables since they were last rounded."""
         return [
             self.assign(master, followed(self.xp, self.value(one), self.value(master)))
             for one, master in with_masters(variables, trained)
         ]
 
     def round_into(self, variables: Sequence[Any], trained: Sequence[Any]) -> list[Any]:
-        """Round the master weights into the model's variables; the result is as in `follow`."""
+        """Assign the master weights, rounded, to their variables; return the results of the assignments."""
         pairs = with_masters(variables, trained)
         return [self.assign(one, self.xp.cast(self.value(master), one.dtype)) for one, master in pairs]
 
     def _assign(self, state: Stored, before: Stored | None = None) -> list[Any]:
-        """Assign the values that differ from those before, if these are known."""
+        """Assign the values of a state to the variables; if ``before`` is given, only those that differ."""
         triples = zip(self.stored, state, before or [None] * len(state), strict=True)
         return [self.assign(variable, value) for variable, value, known in triples if known is None or value != known]
 

@@ -44,7 +44,7 @@ def choose(loaded: Iterable[Any]) -> tuple[str, str]:
 def _speeds(adapter: Any, described: Mapping[str, Any]) -> tuple[list[float], str]:
     """Return the speed of each format on a framework's current device, 0 if it is not right, and how that is known.
 
-    It is the least of all ranks, so that they choose the same.
+    Each speed is the least over all ranks, so that all ranks choose the same policy.
     """
     device, kept = described["devices"][described.get("current", 0)], kept_result(adapter.name, described)
     if kept is None:

@@ -19,7 +19,7 @@ class Pass(NamedTuple):
 class Footprint(NamedTuple):
     """The memory of a pass over some examples, and of the same pass over twice as many.
 
-    Between them every number grows as ``fixed + examples * each``, and so it does for any other batch.
+    From the first to the second every number grows as ``fixed + examples * each``; so it does for any other batch.
     """
 
     examples: int
@@ -42,7 +42,7 @@ class Footprint(NamedTuple):
 
 
 def batch_axes(shapes: Sequence[Sequence[int]], examples: int) -> list[int | None]:
-    """Return the batch axis of each shape, the first one of this length; None for a shape without one."""
+    """Return each shape's batch axis: the first of length ``examples``; None if it has no such axis."""
     if not is_integer(examples) or not any(examples in shape for shape in shapes):
         raise InvalidValueError(
             "no argument has an axis of so many examples",

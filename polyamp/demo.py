@@ -1,4 +1,4 @@
-"""``polyamp demo``: the digits example of every installed framework, in float32 beside mixed precision."""
+"""``polyamp demo``: the digits example of every installed framework, in float32 and in mixed precision."""
 
 from __future__ import annotations
 

@@ -26,10 +26,10 @@ _LIMIT = 120.0  # seconds without a word after which a framework hangs
 def examine(
     asked: list[str] | None = None, report: Callable[[str], object] | None = None, *, again: bool = False
 ) -> dict[str, Any]:
-    """Let adapters describe their frameworks, side by side in processes of their own: all, or those asked for.
+    """Return what all adapters, or those asked for, tell about their frameworks, each in a process of its own.
 
-    With ``report``, which is called with what comes next, each then tests its devices, one after the other since their
-    speed is measured; with ``again`` although a result is kept.
+    With ``report``, each then tests its devices, one after the other since speed is measured; ``report`` is called
+    with what comes next. ``again`` tests although a result is kept.
     """
     try:
         names, problem = [adapters.entry_named(name).name for name in asked or ()] or adapters.names(), None
@@ -66,7 +66,7 @@ def _start(name: str, *, is_slow: bool) -> tuple[BaseProcess, Connection]:
 
 
 def why_broken(name: str, error: Exception) -> str:
-    """Describe why an adapter cannot be loaded: its framework is not installed, or it is and does not load."""
+    """Return why an adapter cannot be loaded: its framework is not installed, or is installed but does not load."""
     if isinstance(error, MissingFrameworkError):
         return str(error)
     return f"{name} does not load: {type(error).__name__}: {error}. Try python -c 'import {name}'; install it again"
@@ -106,7 +106,7 @@ def _description(name: str, pipe: Connection) -> dict[str, Any]:
 def _tested(
     name: str, process: BaseProcess, pipe: Connection, again: bool, report: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Return the test that a process sends after it reported each part; or how far it came."""
+    """Let a process test its devices; return its result, or how far it came, and report each part."""
     test: dict[str, Any] = {"devices": {}, "notes": [], "kept": None, "problem": None}
     doing = "its start"
     try:
@@ -127,7 +127,7 @@ def _tested(
 
 
 def is_wrong(found: dict[str, Any]) -> bool:
-    """Return whether a test found a format wrong, or came to no end."""
+    """Return whether a test found a format wrong, or did not end."""
     tests = found.get("selftest", {}).values()
     findings = [one for test in tests for device in test["devices"].values() for one in device]
     return any(test["problem"] for test in tests) or any(one["verdict"] == "wrong" for one in findings)

@@ -67,7 +67,7 @@ class UsageError(PolyampError, RuntimeError):
 
 
 class FormatError(PolyampError, RuntimeError):
-    """Raised if a framework refused an operation because of its operands' formats; the cause is its own error."""
+    """Raised if a framework refused an operation because of its operands' formats; ``__cause__`` is its error."""
 
 
 class StateError(PolyampError, ValueError):
@@ -159,7 +159,7 @@ def shown(value: object, longest: int = 200) -> str:
 
 
 def _cut(value: object, longest: int, *, quoted: bool = False, depth: int = 3) -> str:
-    """Return the start of a value's text. No object of a user's makes it raise or take long, or shows what it holds."""
+    """Return the start of a value's text; in place of texts that may raise, take long or hold secrets, the class."""
     try:
         if isinstance(value, str):
             text = repr(value[:longest]) if quoted else value
@@ -237,7 +237,7 @@ def refuses_unreadable(function: Function) -> Function:
 
 
 def _read_once(value: Any) -> None:
-    """Call what the checks of arguments may call of a value."""
+    """Call the methods of a value that the checks of arguments may call later."""
     hasattr(value, "polyamp")
     if isinstance(value, str):
         hash((value == "", value.strip().lower(), str(value), value.partition("{"), value))
@@ -260,7 +260,7 @@ def is_integer(value: object) -> TypeGuard[int]:
 
 
 def check_count(name: str, value: object, *, where: str) -> int:
-    """Return a value that counts something, such as steps."""
+    """Return a value that is a count, such as of steps; refuse any other value."""
     allowed, fix = "an integer of at least 1", f"give {name} a whole number"
     if not is_integer(value):
         raise wrong_type(value, where=where, allowed=allowed, fix=fix, what=f"{name} must be an integer")
@@ -376,7 +376,7 @@ def missing(package: str, *, extra: str) -> MissingFrameworkError:
 
 @contextmanager
 def importing(package: str, *, extra: str) -> Iterator[None]:
-    """Name the extra if a package is not installed; a module that it lacks itself is another error."""
+    """Raise an error that names the extra if a package is missing; let pass other errors, even of its imports."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -90,7 +90,7 @@ def constant(magnitudes: Iterable[float], compute: str) -> Value:
 
 
 def integers(value: Value, largest: float, compute: str) -> Value:
-    """Return the facts about integers that become floating values: they are exact data. None is beyond ``largest``."""
+    """Return the facts about integers, none beyond ``largest``, that become floating values: they are exact data."""
     target = format_of(compute)
     limit = 2 ** (target.mantissa_bits + 1)
     if not target.is_low or largest <= limit:
@@ -172,7 +172,7 @@ class Decision(NamedTuple):
 
     @property
     def is_wide(self) -> bool:
-        """Whether the operation is of class ``inner`` and has no kernel that promises float32 inside."""
+        """Whether class ``inner`` means casts here: no kernel is known to use float32 inside."""
         entry = OPERATIONS.get(self.operation)
         return self.op_class == "inner" and (entry is None or "inside" not in entry.sources)
 
@@ -316,7 +316,7 @@ def _averages(operation: str, inputs: Sequence[Value]) -> bool:
 
 
 def _wide_product(operation: str, inputs: Sequence[Value], gradient: bool) -> _Choice | None:
-    """Decide a product of strong values, or of computed weights alone, and an average of strong values."""
+    """Decide a product of strong values or of computed weights, or an average of strong values; None for others."""
     if inputs and all(value.role == "weights" for value in inputs):
         return "float32", WEAK, "as declared"
     solved = any(value.maker in SOLVERS for value in inputs)
@@ -463,7 +463,7 @@ def statistic(operation: str, inputs: Sequence[Value]) -> str:
 
 
 def normalizes(operation: str, inputs: Sequence[Value], gradient: bool = False) -> bool:
-    """Return whether an operation is part of a norm that is written out. Its result is low, but kept in float32."""
+    """Return whether an operation is part of a written-out norm: its result is then low, but kept in float32."""
     low = [value for value in inputs if value.state == "low"]
     statistics = [value for value in inputs if value.role in _STATISTICS]
     others = [value for value in inputs if value.state != "low" and value.role not in _STATISTICS]

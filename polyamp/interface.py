@@ -37,7 +37,7 @@ class Adapter(Protocol):
     def describe(self) -> dict[str, Any]:
         """Return what ``polyamp doctor`` prints, as JSON: ``version``, ``devices`` (name, fast formats), ``notes``.
 
-        ``settings``, by name, are what decides how precise float32 products are.
+        ``settings``: the switches of float32 products' precision, by name.
         """
 
     def cast(self, tree: Tree, format_name: str, /) -> Tree:
@@ -54,7 +54,7 @@ class Adapter(Protocol):
     ) -> Any:
         """Return an optimizer of the same kind that unscales, checks, clips, updates or skips, then advances the scale.
 
-        The result knows its ``policy``; None if nobody chose one.
+        The result has the ``policy`` as an attribute; None if nobody chose one.
 
         Options are keyword-only parameters: `polyamp.wrap_optimizer` refuses any other option.
 
@@ -83,7 +83,7 @@ class Adapter(Protocol):
     def trial(self, operation: str, arrays: tuple[Any, ...], format_name: str, device: str) -> tuple[Any, Any]:
         """Run an operation of `polyamp.selftest` on NumPy arrays, in one format on one device.
 
-        Return its result as a NumPy array, and a function that runs it as often as told and then waits.
+        Return the result as a NumPy array, and a function that runs the operation as often as told and then waits.
         ``device`` is the first word of a device's name in `describe`.
         """
 
@@ -97,7 +97,7 @@ class Adapter(Protocol):
 
     # For a framework whose compiler traces Python code. While it does, it must be able to trace the first verbs too.
     def is_tracing(self) -> bool:
-        """Return whether the compiler is tracing the caller now."""
+        """Return whether the framework's compiler is tracing the calling code."""
 
     # For a framework that transforms functions instead of running them in a context.
     def autocast_function(self, fn: Callable[..., Any], policy: Policy | None, **options: Any) -> Callable[..., Any]:
@@ -155,9 +155,9 @@ class Adapter(Protocol):
 
     # For a framework that has a profiler.
     def profiler(self, step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy | None) -> Profiler:
-        """Run ``step`` once or twice, and return how it is profiled. What it changes stays changed.
+        """Run ``step`` once or twice, and return how it is profiled. What ``step`` changes stays changed.
 
-        ``policy`` None runs it as it is.
+        If ``policy`` is None, ``step`` runs as it is.
         """
 
     # For a framework whose steps `polyamp.lint` judges by their plan.

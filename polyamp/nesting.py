@@ -1,4 +1,4 @@
-"""Trees of containers: a walk through them that ends, and the refusal of those that no walk would come to the end of.
+"""Trees of containers: a walk through them that always ends, and the refusal of those that a framework cannot walk.
 
 For example, ``a = []; a = [a, a]``, and so on thirty times, is a small object with a thousand million leaves. Python's
 walk visits each object once; a framework's walk goes along every path, and would not finish.

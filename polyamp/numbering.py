@@ -77,7 +77,7 @@ class Numbering:
         """Return the specific name of a product of matrices, by the number of terms that it adds up.
 
         One that adds up nothing is a ``mul``. ``is_aligned``: each element of one operand meets one of the other, as in
-        the dot products of rows; those of a value by itself are a ``square``.
+        dot products of rows; such a product of a value by itself is a ``square``.
         """
         before = (self._reshaped.get(number, number) for number in operands)
         name = self.specific("mul", *before) if is_aligned else "mul"

@@ -1,7 +1,8 @@
 """The canonical operations: the class of each, its sources, and the reason where the sources disagree.
 
 There is one table for every framework. An adapter maps its own operation names to these names
-(``polyamp.backends.*.operations``), so the same operation has the same class everywhere.
+(``polyamp.backends.*.operations``), so the same operation has the same class everywhere. docs/operations.md is written
+from this table, by benchmarks/operations_page.py, and a change of it or of the flow rule raises `RULE_VERSION`.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ class ScaledLosses:
         self._steps = Counter[int]()  # steps in eager code, of each variable
 
     def note(self, place: Any, scale: Any, finite: Any, *, is_traced: bool = False) -> None:
-        """Record that a loss was scaled; ``is_traced`` is whether what does it may run again without this call."""
+        """Record that a loss was scaled; ``is_traced``: the code that scales it may run again without this call."""
         self._note(place)
         self._place, self._scale, self.finite, self._scaled = place, scale, finite, self._noted
         self._uncounted |= is_traced and place is None
@@ -98,7 +98,7 @@ class ScaledLosses:
         return self._place is place and self._scaled > 0 and not others
 
     def _may_be_scaled(self, place: Any, variables: Iterable[Any]) -> bool:
-        """Return whether a scaled loss can have made these gradients: each one serves one step of a variable."""
+        """Return whether a scaled loss can have made these gradients: each loss serves one step of a variable."""
         if place is not None or self._open or self._uncounted:
             return self._noted > 0
         known = list(map(id, variables))

@@ -72,7 +72,7 @@ def factor(operation: str, numbers: Sequence[float]) -> float:
 
 
 class Read(NamedTuple):
-    """An operation, as the look at readers sees it."""
+    """An operation, with what `look` needs to know of it."""
 
     operation: str  # its canonical name
     op_class: str
@@ -89,7 +89,7 @@ def look(
     written: Mapping[Hashable, Collection[Hashable]],
     number: Callable[[Any], Hashable] = lambda value: value,
 ) -> dict[Hashable, str]:
-    """Return what the readers of values ask of these: one of the reasons of `polyamp.flow`, or `DIVIDES`.
+    """Return, by value, what its readers ask of it: one of the reasons of `polyamp.flow`, or `DIVIDES`.
 
     Args:
         reads: the operations of a graph, in their order.
@@ -118,7 +118,7 @@ def _made_by(reads: Sequence[Read], operations: Collection[str]) -> set[Hashable
 
 
 def _divisors(reads: Sequence[Read], constants: Collection[Hashable]) -> set[Hashable]:
-    """Return the constants by which, or by elements of which, something is divided, or whose logarithm is taken."""
+    """Return the constants that divide something, themselves or by an element, or whose logarithm is taken."""
     found: set[Hashable] = set()
     for read in reversed(reads):
         is_moved = read.operation in _MOVES and not found.isdisjoint(read.outputs)
@@ -132,7 +132,7 @@ def _divisors(reads: Sequence[Read], constants: Collection[Hashable]) -> set[Has
 def _read_in_full(
     reads: Sequence[Read], results: Collection[Hashable], but: Set[Hashable] = frozenset()
 ) -> Set[Hashable]:
-    """Return the values that full work alone reads; what makes one of the values ``but`` does not count as such."""
+    """Return the values that only full work reads; an operation that makes one of ``but`` does not count as full."""
     differences = _differences(reads)
 
     def wants(read: Read, after: int) -> int:
@@ -244,7 +244,7 @@ def _differences(reads: Sequence[Read]) -> set[Hashable]:
 
 
 def _in_quotients(reads: Sequence[Read]) -> set[Hashable]:
-    """Return products of matrices that divide, those that they divide, and those among the operands of these."""
+    """Return products of matrices that divide, products that they divide, and products among their operands."""
     behind: defaultdict[Hashable, set[Hashable]] = defaultdict(set)  # for a value, the products that it scales or adds
     operands: dict[Hashable, set[Hashable]] = {}  # for a product, those behind its operands
     inverse: set[Hashable] = set()  # one over a product
@@ -273,7 +273,7 @@ _Terms = dict[Hashable, int]  # what a sum has as its terms, with their signs; 0
 def _in_distances(
     reads: Sequence[Read], constants: Collection[Hashable], number: Callable[[Any], Hashable]
 ) -> set[Hashable]:
-    """Return products of which squares of their own operands are subtracted, or the other way round."""
+    """Return products that are subtracted from squares of their own operands, or from which these are."""
     origins: dict[Hashable, set[Hashable]] = {}  # of a value that only moves or scales others, the numbers of those
     squares: dict[Hashable, _Terms] = {}  # for a value, the origins whose squares it adds up
     products: dict[Hashable, _Terms] = {}  # for a value, the products among its terms
@@ -310,7 +310,7 @@ def _in_distances(
 
 
 def _added(operation: str, inputs: Sequence[Hashable], terms: Mapping[Hashable, _Terms]) -> _Terms:
-    """Return the terms of what an operation makes of its inputs, with their signs."""
+    """Return the terms of an operation's result, with their signs, from the ``terms`` of its inputs."""
     found: _Terms = {}
     is_known = operation not in ("mul", "div", *_PRODUCTS)
     for place, value in enumerate(inputs):

@@ -31,7 +31,9 @@ def advance(
     finite: Any,
     where: Callable[[Any, Any, Any], Any] = _choose,
 ) -> LossScaleState:
-    """Return the state after one step. This is the only implementation of the loss-scale rule.
+    """Return the state after one step, by the loss-scale rule.
+
+    Every adapter calls this; only PyTorch's kernels have the same rule compiled, in ``csrc/update_rules.h``.
 
     It is pure and uses only arithmetic, comparison, ``&``, ``|`` and ``where``. So the same code runs on Python
     numbers, on tensors of any framework without a host sync, inside ``jax.jit`` and inside ``tf.function``.

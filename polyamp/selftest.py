@@ -100,7 +100,7 @@ def _bound(name: str, format_name: str, depth: int) -> float:
 
 
 def check(trial: Trial, device: str, name: str, format_name: str, width: int) -> tuple[dict[str, Any], Run | None]:
-    """Run an operation at each depth; return what was found, and what runs it at the first depth."""
+    """Run an operation at each depth; return the finding, and a function that runs it at the first depth."""
     finding: dict[str, Any] = {"operation": name, "format": format_name, "error": 0.0, "speed": None}
     finding |= {"verdict": "right", "why": ""}
     runs = []
@@ -125,7 +125,7 @@ def check(trial: Trial, device: str, name: str, format_name: str, width: int) ->
 
 
 def _shortest(run: Run, times: int = 1) -> float:
-    """Return the shortest of some times of a function: longer ones are of a machine that did something else."""
+    """Return the shortest time of several runs of a function: in longer ones the machine did something else too."""
     return min(timeit.repeat(lambda: run(times), number=1, repeat=TURNS))
 
 

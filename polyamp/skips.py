@@ -106,7 +106,7 @@ _FIX = (
 
 
 def report_verdict(verdict: object) -> None:
-    """Warn once with what `polyamp.diagnose` found about skipped steps; it may have failed."""
+    """Warn once with what `polyamp.diagnose` found about skipped steps, or with the error that it raised."""
     if isinstance(verdict, PolyampError):  # the step itself may be fine, and training should go on
         warn_once(f"steps are being skipped, and the reason cannot be found: {verdict}")
     else:

@@ -10,7 +10,7 @@ from polyamp.rules import Rule
 
 
 def chosen_policy(policy: Policy | None, call: str) -> Policy:
-    """Return a policy, or else the current one; warn once if nobody chose that one and it changes nothing."""
+    """Return ``policy`` or else the current one; warn once if nobody chose the current one and it changes nothing."""
     chosen = current_policy() if policy is None else policy
     if policy is None and not in_policy() and not chosen.casts:
         verb = call.partition("(")[0]
@@ -42,7 +42,7 @@ def report_unused(rules: Iterable[Rule], *, where: str, paths: str, of: object =
 
 
 def report_nothing_lowered(verb: str, compute: str, *, where: str, why: str = NO_PRODUCTS) -> None:
-    """Warn that a program runs as it did before."""
+    """Warn that a policy lowered nothing in a program, and why."""
     warn_once(
         f"{verb} to {compute} changed nothing in {where}: {why}. polyamp.explain shows the reason for each operation."
     )

@@ -64,7 +64,7 @@ def name_of(path: Any) -> str:
 
 @contextmanager
 def fitting(first: Any, second: Any, *, where: str, names: tuple[str, str], fix: str) -> Iterator[None]:
-    """Refuse two pytrees whose leaves differ, and name all differences; None fits any leaf, but not all of them."""
+    """Refuse two pytrees whose leaves differ, and name the differences; None fits any leaf, but not all of them."""
     # Missing leaves are refused only if the code inside fails: ``optax.lookahead`` takes gradients of a part of its
     # parameters.
     check_tree((first, second), where=where)

@@ -17,7 +17,7 @@ _PRECISION = "jax_default_matmul_precision"
 
 
 def describe() -> dict[str, Any]:
-    """Return version, devices with the formats that are fast there, and notes on the packages around JAX."""
+    """Return JAX's version, its devices with the formats that each computes fast, and notes on other packages."""
     devices = [described(device) for device in jax.local_devices()]
     notes = [_package_note(package) for package in ("optax", "flax", "equinox")]
     if not any(device["fast"] for device in devices):
@@ -26,7 +26,7 @@ def describe() -> dict[str, Any]:
 
 
 def settings() -> dict[str, str]:
-    """Return what decides how precise float32 products are."""
+    """Return the settings that decide how precise float32 products are."""
     return {_PRECISION: str(getattr(jax.config, _PRECISION)), "XLA_FLAGS": os.environ.get("XLA_FLAGS", "")}
 
 

@@ -1,6 +1,6 @@
 """What a step does to gradients and parameters: test, unscale, clip, update or skip, with or without master weights.
 
-All are pure functions, for use inside and outside ``jit``. The names that a recording finds gradients by are here too.
+All are pure functions, for use inside and outside ``jit``. The names by which a recording finds gradients are here too.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SHRINK = 2.0**-90
 
 
 def all_finite(tree: Any, also: Any = True) -> jax.Array:
-    """Return whether all arrays of a pytree are finite, and another flag is true; bool[]."""
+    """Return whether all arrays of a pytree are finite and ``also`` is true; bool[]."""
     # It does not use the largest absolute value: XLA's maximum on CPUs can lose a NaN among many elements.
     flags = (jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
     return computed_once(functools.reduce(jnp.logical_and, flags, jnp.asarray(also)))
 
 
 def computed_once(flag: jax.Array) -> jax.Array:
-    """Return a flag unchanged, from behind a square root; bool[]."""
+    """Return a flag unchanged, in such a form that XLA computes it once, not once for each use; bool[]."""
     # XLA copies arithmetic of scalars into every kernel that uses its result, unless it is as expensive as a root. A
     # flag of all gradients is used by the kernels of all parameters: with copies, the program grows by their square.
     return jnp.sqrt(flag.astype(jnp.float32)) == 1
@@ -49,14 +49,14 @@ _MADE_AT: dict[int, tuple[weakref.ref[Any], Any]] = {}  # gradients, by id, and 
 
 
 def note_scale(grads: Any, scale: Any) -> None:
-    """Remember the loss scale at which gradients were made, as long as they live."""
+    """Remember, as long as gradients live, the loss scale at which they were made."""
     for leaf in jax.tree.leaves(grads):
         if is_traced(leaf) or not is_traced(scale):
             _MADE_AT[id(leaf)] = weakref.ref(leaf, functools.partial(_MADE_AT.pop, id(leaf))), scale
 
 
 def at_scale(grads: Any, scale: Any) -> Any:
-    """Return gradients at a loss scale: those that are known to be made at another one are multiplied."""
+    """Return gradients at this loss scale: those that `note_scale` recorded at another scale are multiplied."""
 
     def moved(leaf: Any) -> Any:
         _, own = _MADE_AT.get(id(leaf), (None, scale))
@@ -107,7 +107,7 @@ def masters_of(params: Any, *, low: bool = False) -> Any:
 
 
 def followed(masters: Any, params: Any) -> Any:
-    """Return master weights in which elements of the parameters that the user wrote replace the old ones."""
+    """Return master weights with the elements of parameters that the user changed since they were rounded."""
 
     def follow(master: Any, param: Any) -> Any:
         if master is None or not is_low(param):
@@ -118,14 +118,14 @@ def followed(masters: Any, params: Any) -> Any:
 
 
 def masters_in(full: Any, masters: Any) -> Any:
-    """Return the new master weights: the leaves of ``full`` that have one; None if there are none."""
+    """Return ``full`` with None where ``masters`` has None; None if ``masters`` is None."""
     if masters is None:
         return None
     return map_with_none(lambda master, value: None if master is None else value, masters, full)
 
 
 def updates_to(masters: Any, params: Any, updates: Any) -> Any:
-    """Return the float32 updates that take 16-bit parameters to their rounded master weights; others are unchanged."""
+    """Return updates: for 16-bit parameters, in float32, those that lead to the rounded masters; others as given."""
 
     def update_to(master: Any, param: Any, update: Any) -> Any:
         if master is None:
@@ -185,7 +185,7 @@ NEXT_SCALE = "polyamp: next loss scale"  # the name of the scale that it returns
 
 
 def marked_gradients(tree: Any) -> Any:
-    """Return gradients with their names attached if they are traced. The names do not change a compiled program."""
+    """Return gradients, traced ones with their parameters' names attached, which do not change a compiled program."""
 
     return jax.tree_util.tree_map_with_path(lambda path, leaf: marked(leaf, _PREFIX + name_of(path)), tree)
 

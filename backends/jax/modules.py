@@ -30,7 +30,7 @@ class NnxArguments:
             self.rest = jax.tree.unflatten(self.tree, [None if is_stateful(leaf) else leaf for leaf in leaves])
 
     def build(self, state: Any, rest: Any) -> tuple[Any, Any]:
-        """Return the arguments, with new objects of this state; and these objects."""
+        """Return the arguments with new NNX objects in them, made from ``state``; and these objects."""
         if not self.objects:
             return rest, None
         own, leaves = self.nnx.merge(self.definition, state, copy=True), jax.tree.leaves(rest, is_leaf=_is_place)
@@ -44,7 +44,7 @@ class NnxArguments:
         return {path: jax.tree.leaves(variable) for path, variable in flat}
 
     def changes(self, before: dict[Any, list[Any]], own: Any) -> Any:
-        """Return the part of the objects' state with new arrays; ``before`` are their `contents` before the call."""
+        """Return the state of objects as far as a call changed its arrays; ``before``: their `contents` before it."""
         # flax refuses to assign to a captured module, even its own value.
         if not self.objects:
             return None
@@ -53,7 +53,7 @@ class NnxArguments:
         return self.nnx.from_flat_state([(path, variable) for path, variable in state if path not in same])
 
     def accept(self, changes: Any, finite: Any) -> None:
-        """Store these changes; those of floating-point values only if ``finite`` is true."""
+        """Write changes to the caller's objects; those of floating-point values only if ``finite``."""
         if self.objects:
             self.nnx.update(self.objects, _kept(self.nnx, self.state, changes, finite))
 
@@ -65,12 +65,12 @@ def is_stateful(leaf: object) -> bool:
 
 
 def _is_place(leaf: object) -> bool:
-    """Return whether a leaf is an object of flax NNX, or None, which takes its place."""
+    """Return whether a leaf is an object of flax NNX, or the None that stands for one."""
     return leaf is None or is_stateful(leaf)
 
 
 def _kept(nnx: Any, before: Any, changes: Any, finite: Any) -> Any:
-    """Return the changes, with the old statistics if the gradients overflowed, since that step will be skipped."""
+    """Return changes; if ``finite`` is false the step is skipped, so they have the old floating-point values."""
     # Random-number counters still advance, and variables that the function added stay.
     if finite is True:
         return changes
@@ -106,7 +106,7 @@ def trained_in(params: Any) -> Any:
 
 
 def with_trained(params: Any, trained: Any) -> Any:
-    """Return an argument with other values of what is trained; an NNX module is changed in place."""
+    """Return an argument with ``trained`` in place of its trained arrays; an NNX module is changed in place."""
     if not is_nnx_module(params):
         return merged(trained, params)
     sys.modules["flax.nnx"].update(params, trained)

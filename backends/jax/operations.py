@@ -1,6 +1,7 @@
 """JAX's names for the canonical operations of `polyamp.operations`: primitives, by ``primitive.name``.
 
-Functions such as ``jax.nn.softmax`` are made of primitives, and it is those that a jaxpr shows.
+Functions such as ``jax.nn.softmax`` are made of primitives, and a jaxpr shows only these. For a primitive with several
+outputs, graphs/interpreter.py decides what each becomes.
 """
 
 from __future__ import annotations

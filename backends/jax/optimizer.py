@@ -201,7 +201,7 @@ class Step:
         when_applied: Callable[[Any, Any], Any],
         when_skipped: Callable[[], Any],
     ) -> tuple[Any, LossScaleOptState]:
-        """Return the new state, and ``when_applied`` of updates and new parameters, or ``when_skipped`` if skipped."""
+        """Return ``when_applied(updates, parameters)``, or ``when_skipped()`` after a skip; and the new state."""
         _check(state, params)
         if self.state_type.policy is None:  # else the gradients may be of another policy than the one around this call
             report_disagreement(None, None, self.settings)

@@ -202,7 +202,7 @@ class _Program:
 
 
 def _key(name: str) -> str:
-    """Return the name of an instruction as the name of its kernel."""
+    """Return the name that the kernel of an instruction has, from the instruction's name."""
     return re.sub("[.-]", "_", name)
 
 

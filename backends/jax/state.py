@@ -1,7 +1,7 @@
 """The state of a wrapped optimizer: a pytree of arrays, whose type holds the settings of the loss scale.
 
-It is found in larger pytrees, which are refused if the loss scale cannot work in them. On the host its loss scale is
-read, saved, loaded, and its limits are checked.
+Functions here find the state in larger pytrees, and refuse a pytree in which the loss scale cannot work. On the host
+they read, save and load the loss scale, and check its limits.
 """
 
 from __future__ import annotations

@@ -20,13 +20,13 @@ class LossScaled(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  
 
     @property
     def step(self) -> Step:
-        """Return the `Step` that has this pair's ``init`` and ``update`` as methods."""
+        """The `Step` whose methods are this pair's ``init`` and ``update``."""
         step: Step = self.update.__self__
         return step
 
     @property
     def policy(self) -> Policy | None:
-        """The policy that it was wrapped for; None if nobody chose one."""
+        """The policy that the optimizer was wrapped for; None if nobody chose one."""
         return self.step.state_type.policy
 
     def __repr__(self) -> str:

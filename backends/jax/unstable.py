@@ -146,7 +146,7 @@ _TRACED = getattr(jax, "make_user_context", lambda default: lambda value: nullco
 
 
 def traced_apart(number: int) -> AbstractContextManager[None]:
-    """Trace everything inside anew, even if ``jax.jit`` has a trace of it that was not made under this number."""
+    """Return a context in which ``jax.jit`` uses only its traces that were made under this number."""
     context: AbstractContextManager[None] = _TRACED(number)
     return context
 
@@ -193,7 +193,7 @@ def manual_axes(params: dict[str, Any]) -> frozenset[Any]:
 
 
 def mapped_again(params: dict[str, Any], body: Callable[..., Any], out_specs: tuple[Any, ...]) -> Callable[..., Any]:
-    """Return a function that is mapped over the axes of a shard_map with these parameters."""
+    """Return ``body`` mapped over the axes of a shard_map with these parameters."""
     settings = {"mesh": params["mesh"], "in_specs": tuple(params["in_specs"]), "check_vma": params["check_vma"]}
     mapped: Callable[..., Any] = jax.shard_map(body, out_specs=out_specs, axis_names=manual_axes(params), **settings)
     return mapped

@@ -84,7 +84,7 @@ def differentiate(
     argnums: int | Sequence[int] = 0,
     name: str | None = None,
 ) -> Callable[..., Any]:
-    """Do what `value_and_grad` does; report under this name what had no effect. None reports nothing."""
+    """Do what `value_and_grad` does; report what had no effect under ``name``, or not at all if that is None."""
     wanted = positions(argnums, where="value_and_grad(fun, argnums=)", at_least=1)
     if not isinstance(has_aux, bool):
         raise wrong_type(
@@ -133,7 +133,7 @@ def differentiate(
 
 
 def _positions_among(wanted: tuple[int, ...], count: int) -> list[int]:
-    """Return the positions among so many arguments, counted from 0."""
+    """Return positions among ``count`` arguments, counted from 0 also if they were given from the end."""
     places = [place + count if place < 0 else place for place in wanted]
     is_repeated = len(set(places)) < len(places)
     if is_repeated or not all(0 <= place < count for place in places):

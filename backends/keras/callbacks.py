@@ -71,7 +71,7 @@ class HealthCallback(keras.callbacks.Callback):
         health(self.model)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Check the health if it is time for it."""
+        """Check the health, at every ``every``-th batch."""
         self._batches += 1
         if self._batches % self.every == 0:
             self._look()

@@ -7,9 +7,9 @@ are known. So the averages are copied before the step and restored after it.
 For example, when ``fit`` makes the function that it trains with, ``train_step`` is replaced by one that copies
 ``moving_mean``, runs the original step, and writes the copy back if the optimizer's count of skipped steps has grown.
 
-Then too the model and its optimizer are compared. Two mistakes lose accuracy or speed without an error: layers compute
-in float16 and the optimizer does not scale the loss, so gradients underflow; or the optimizer was wrapped for another
-format than that of the layers.
+Then the model and its optimizer are also compared. Two mistakes lose accuracy or speed without an error: layers
+compute in float16 and the optimizer does not scale the loss, so gradients underflow; or the optimizer was wrapped
+for another format than that of the layers.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def keep_statistics(model: Any, *optimizers: LossScaledOptimizer) -> Iterator[No
 
 
 def guard(model: Any) -> Callable[[Any], None] | None:
-    """Check a model that starts to train, and guard the statistics in its steps; return what to do with their logs."""
+    """Check a model that starts to train, and guard its statistics; return a function to call with a step's logs."""
     widen_loaded(model)
     step = getattr(model.train_step, _PLAIN, model.train_step)
     optimizers = _optimizers_of(model)
@@ -113,7 +113,7 @@ def _report_loss(scaler: LossScaler, logs: Any) -> None:
 
 
 def _guarded(model: Any, step: Any) -> Any:
-    """Return a guarded step. It is new at each call, because ``jax.jit`` caches by the function."""
+    """Return a step that restores averages after a skip; a new function at each call: ``jax.jit`` caches by it."""
     if BACKEND == "jax":
 
         @functools.wraps(step)

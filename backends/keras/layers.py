@@ -113,7 +113,7 @@ def children(layer: Any) -> list[Any]:
 
 
 def is_graph(layer: Any) -> bool:
-    """Return whether a layer is a sequential or functional model, which casts the inputs of each layer inside."""
+    """Return whether a layer is a sequential or functional model: Keras then casts between the layers inside."""
     return isinstance(layer, keras.Sequential) or bool(getattr(layer, "output_names", None))
 
 
@@ -123,7 +123,7 @@ def runs_code(layer: Any) -> bool:
 
 
 def heads(layer: Any) -> list[Any]:
-    """Return the layers directly inside that return a layer's outputs; none if its own Python code makes them."""
+    """Return the layers directly inside whose outputs are the layer's; none if its Python code makes its outputs."""
     if isinstance(layer, keras.Sequential):
         return list(layer.layers[-1:])
     if isinstance(layer, keras.Model):
@@ -177,7 +177,7 @@ def _may_mix(layer: Any, border: Border) -> bool:
 
 
 def set_border(layer: Any, border: Border) -> None:
-    """Make a layer's ``call`` cross a border, or remove the one that was set before if this one changes nothing."""
+    """Make a layer's ``call`` cast at a border; if the border changes nothing, remove one that was set before."""
     if isinstance(before := layer.__dict__.get("call"), Crossing):
         layer.autocast = before.autocast
         del layer.__dict__["call"]
@@ -233,7 +233,7 @@ def op_class_of(policy: Policy, operation: str, layer: Any, path: str, is_head: 
 
 
 def matches(rule: Rule, operation: str, path: str) -> bool:
-    """Return whether a rule names a layer, or keeps in float32 an operation inside the layer."""
+    """Return whether a rule names a layer, or an operation inside the layer to keep in float32."""
     *_, last = rule.pattern.replace(".", "/").split("/")
     names_inside = rule.op_class == "full" and last in TABLE and last != rule.pattern
     return rule.matches(operation, path) or (names_inside and rule.matches(last, path))
@@ -258,9 +258,9 @@ def _parts(
     outside: str = "",
     raw: bool = True,
 ) -> Iterator[Part]:
-    """Decide for a layer under a path and the layers inside.
+    """Yield the decisions for a layer, whose path starts with ``above``, and for the layers inside.
 
-    ``outside`` is the format of Python code that calls it; ``raw`` is whether its inputs may be data of the user's that
+    ``outside`` is the format of Python code that calls the layer; ``raw`` is whether its inputs may be user's data that
     nothing rounded.
     """
     path = f"{above}/{layer.name}" if above else layer.name
@@ -302,7 +302,7 @@ _FOLLOWING = ("follow", "neutral", "promote")
 
 
 def _is_light(layer: Any, policy: Policy, choose: Choose, path: str) -> bool:
-    """Return whether a layer gains nothing from 16 bits: it, and what is inside, has neither products nor weights."""
+    """Return whether a layer gains nothing from 16 bits: no products and weights in it, and in the layers inside."""
     operation = operation_of(layer)
     op_class = choose(policy, operation, layer, path, False)
     is_inner = op_class == "inner" and bool(operation) and not _is_named(policy, operation, path)
@@ -361,7 +361,7 @@ def keras_policy(policy: Policy) -> str:
 
 
 def policy_of(part: Part, policy: Policy) -> str:
-    """Return the name of the dtype policy under which a layer computes as was decided, border included."""
+    """Return the name of the dtype policy that makes a layer compute, with its border, as was decided."""
     inside, outside, _ = part.border
     if inside == "float32" and not (part.in_code and part.border.is_crossed):
         return "float32"
@@ -415,7 +415,7 @@ def amended(model: Any, policy: Policy) -> Iterator[None]:
 
 
 def _amended_class(policy: Policy, operation: str, layer: Any, path: str, is_head: bool) -> str:
-    """Return the class that the rules name, else the class that fits the formats that the layer has now."""
+    """Return a layer's class: the one that rules give it, else the one that fits its present formats."""
     if any(matches(rule, operation, path) for rule in policy.own_rules):
         return op_class_of(policy, operation, layer, path, is_head)
     inside, outside, casts = border_of(layer)

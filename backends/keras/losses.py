@@ -21,7 +21,7 @@ from polyamp.arrays import has_sixteen_bits
 
 
 class WideRegularizer:
-    """A regularizer that sees 16-bit values in float32. In all else it is the original, also for Keras' files."""
+    """A regularizer that gets 16-bit values in float32; otherwise like the original one, also in Keras' files."""
 
     def __init__(self, regularizer: Any) -> None:
         functools.update_wrapper(self, regularizer, updated=())
@@ -47,7 +47,7 @@ class WideRegularizer:
 
 
 def widen_losses(layer: Any) -> None:
-    """Make a layer add its losses in float32; it need not be undone, since float32 values stay as they are."""
+    """Make a layer add its losses in float32. Nothing undoes this: float32 values stay as they are anyway."""
     layer.activity_regularizer = _regularizer(layer.activity_regularizer)
     for variable in filter(has_sixteen_bits, layer.weights):
         variable.regularizer = _regularizer(variable.regularizer)

@@ -63,7 +63,7 @@ def record(
 
 
 def _scale_of(model: Any) -> float | None:
-    """Return the factor by which the model's optimizer multiplies the loss; None if it does not."""
+    """Return the factor by which the model's optimizer multiplies the loss; None if the loss is not scaled."""
     optimizer = getattr(model, "optimizer", None)
     if isinstance(optimizer, LossScaledOptimizer):
         return optimizer.scaler.host_state.scale
@@ -179,7 +179,7 @@ def explain(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: P
 
 
 def _by_layer(operation: PlannedOperation) -> PlannedOperation:
-    """Return an operation in the format of its layer, if its input is 16-bit because the layer cast it."""
+    """Return an operation with the format and the reason that its layer's own dtype policy gives it."""
     found = operation.reason.removeprefix("an input is ")
     if operation.format == AS_WRITTEN and found in ("float16", "bfloat16"):
         return operation._replace(format=found, reason=_OWN)

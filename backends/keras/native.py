@@ -115,7 +115,7 @@ def is_scaled(grads: Sequence[Any], scale: Any) -> bool | None:
 
 
 def is_recording() -> bool:
-    """Return whether what is computed here may become part of a loss; on torch, that is not known."""
+    """Return whether values computed here may become part of a loss; unknown, and thus false, on torch."""
     return unstable.is_recording() if BACKEND == "tensorflow" else in_stateless_scope()
 
 
@@ -152,7 +152,7 @@ def mixing_formats(name: str) -> Iterator[None]:
 
 
 def leave_unconverted() -> None:
-    """On TensorFlow, make AutoGraph call polyamp's functions as they are."""
+    """Make TensorFlow's AutoGraph call polyamp's functions as they are."""
     if BACKEND == "tensorflow":
         unstable.leave_unconverted()
 
@@ -163,7 +163,7 @@ def in_strategy() -> bool:
 
 
 def in_all_replicas(finite: Any) -> Any:
-    """Return whether ``finite`` is true in every replica. In a graph, its name tells a rewriter what it is."""
+    """Return whether ``finite`` is true in every replica; in a graph, under the name by which a rewrite finds it."""
     return skipping.decision(skipping.all_replicas(finite)) if BACKEND == "tensorflow" else finite
 
 
@@ -186,7 +186,7 @@ def update_if(
 ) -> None:
     """Run ``update(grads)``, which assigns only to ``variables``, if ``finite``; else change no bit.
 
-    A loss that was not finite is reported then, in graphs of TensorFlow.
+    In graphs of TensorFlow, a skipped step also reports a loss that was not finite.
     """
     # The conditional runs on the device in TensorFlow graphs and in JAX programs, and on the host otherwise.
     if BACKEND == "tensorflow":
@@ -200,7 +200,7 @@ def update_if(
 def _update_functionally(
     finite: Any, update: Callable[[Sequence[Any]], None], grads: Sequence[Any], variables: list[Any]
 ) -> None:
-    """Return the new values from the branches and assign them outside: JAX's conditionals have no side effects."""
+    """Update in a JAX conditional, which has no side effects: it returns the new values, to assign after it."""
     before = [variable.value for variable in variables]
 
     def updated() -> list[Any]:

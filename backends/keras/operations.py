@@ -1,4 +1,4 @@
-"""The canonical operation of each Keras layer class: it decides the layer's policy."""
+"""The canonical operation of each Keras layer class, by which a layer's dtype policy is decided."""
 
 from __future__ import annotations
 

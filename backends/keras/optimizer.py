@@ -131,7 +131,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
     @property
     def policy(self) -> Policy | None:
-        """The policy that it was wrapped for; None if nobody chose one."""
+        """The policy that the optimizer was wrapped for; None if nobody chose one."""
         return self.scaler.policy
 
     def __repr__(self) -> str:
@@ -257,7 +257,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     def loss_scale(self) -> float:
         """The scale of the next loss. Waits for the device that holds it.
 
-        On Keras' torch backend, use it to log: a loss multiplied by it would be reported as not scaled.
+        On Keras' torch backend, only log this number: a loss multiplied by it would be reported as not scaled.
         """
         if is_recording():
             self.scaler.note_by_hand()
@@ -303,7 +303,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **arguments)
 
     def _variables_of(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> list[Any]:
-        """Return the variables of gradients; the optimizer is built on them if it is not built yet."""
+        """Return the variables that gradients belong to; build the optimizer on them if it is not built yet."""
         if not self.built and trainable_variables is None:
             raise UsageError(
                 "the optimizer does not know its variables yet",
@@ -336,7 +336,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         self.scaler.advance(finite)
 
     def _prepared(self, grads: list[Any], variables: list[Any]) -> list[Any]:
-        """Return gradients unscaled and clipped, except those with which Keras' float8 layers pass their own scales."""
+        """Return gradients unscaled and clipped; those by which Keras' float8 layers pass scales stay unchanged."""
         own = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
         scaled = [None if is_own else grad for grad, is_own in zip(grads, own, strict=True)]
         plain = self.scaler.divide(scaled, variables)

@@ -63,7 +63,7 @@ class LossScaler(ArrayScaler):
         return native.is_scaled(grads, self.stored.dynamic_scale)
 
     def is_one_of_several(self) -> bool:
-        """Return whether there are several states, as in replicas and in pure functions on JAX."""
+        """Return whether the state is one of several, as in replicas and in pure functions on JAX."""
         return is_mapped(self.stored.dynamic_scale) or native.in_strategy()
 
 

@@ -70,7 +70,7 @@ def added_weights(layer: Any) -> list[Any]:
 def before_training(prepare: Callable[[Any], Callable[[Any], None] | None]) -> None:
     """Call a function with every model whose function for training is made from now on, as ``fit`` does at first.
 
-    If it returns a function, that one gets the logs of every few calls of the function for training.
+    If ``prepare`` returns a function, this is called with the logs of every few calls of the function for training.
     """
     # Not at `compile`: Python looks that method up before the argument that imports this adapter is evaluated.
     owner = next(kind for kind in keras.Model.__mro__ if "make_train_function" in vars(kind))

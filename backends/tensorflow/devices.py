@@ -17,7 +17,7 @@ _CONVOLUTIONS = "its bfloat16 convolutions were measured to take up to 14 times 
 
 
 def describe() -> dict[str, Any]:
-    """Return version, devices with the formats that are fast there, and notes."""
+    """Return TensorFlow's version, its devices with the formats that each computes fast, and notes."""
     *gpus, cpu = map(dict, devices())
     notes = [] if gpus else ["no GPU: no Tensor Cores"]
     notes += [why_not_fast(gpu["name"], gpu["capability"]) for gpu in gpus if not gpu["fast"]]
@@ -25,7 +25,7 @@ def describe() -> dict[str, Any]:
 
 
 def settings() -> dict[str, str]:
-    """Return what decides how precise float32 products are."""
+    """Return the settings that decide how precise float32 products are."""
     named = ("XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS")
     tensorfloat32 = str(tf.config.experimental.tensor_float_32_execution_enabled())
     return {"tensor_float_32_execution": tensorfloat32, **{name: os.environ.get(name, "") for name in named}}

@@ -135,7 +135,7 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         return None if tf.executing_eagerly() else tf.group(result.scale, name=name)
 
     def _was_finite(self, variables: Sequence[tf.Variable]) -> Any:
-        """Return whether `compute_gradients` here found the gradients of variables finite; None if it made none."""
+        """Return whether `compute_gradients` found these variables' gradients finite; None if it made none here."""
         wanted, around = {variable.ref() for variable in variables}, places() or [None]
         calls = [call for call in self._calls if call.variables & wanted]
         here = [call for call in calls if any(call.place is place for place in around)]
@@ -165,7 +165,7 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
 
     @property
     def policy(self) -> Policy | None:
-        """The policy that it was wrapped for; None if nobody chose one."""
+        """The policy that the optimizer was wrapped for; None if nobody chose one."""
         return self.scaler.policy
 
     @property

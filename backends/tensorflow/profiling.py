@@ -1,7 +1,7 @@
 """The function `profiler`: how a step runs under TensorFlow's profiler, and what the file of the profiler shows.
 
 In that file an event is a node of a graph, named by its scopes, its name and its type: ``head/MatMul:MatMul``. Its
-dtype is that of the graph's node. A gradient's name has the name of the node that it differentiates inside.
+dtype is that of the graph's node. The name of a gradient contains that of the node which it differentiates.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Node(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Return its canonical name; kernels of oneDNN have their own prefixes."""
+        """The node's canonical name; kernels of oneDNN have their own prefixes."""
         names = (self.op, *(re.sub(prefix, "", self.op) for prefix in ("^_Mkl(Native)?", "^_(Mkl)?(Native)?Fused")))
         known = (OPERATIONS[name] for name in names if name in OPERATIONS)
         return "call" if "Xla" in self.op else next(known, self.op)
@@ -87,7 +87,7 @@ def _update_scopes(nodes: list[_Node]) -> set[str]:
 
 
 def _timed(node: _Node, graph: Any, formats: Mapping[str, str], updates: set[str]) -> Timed:
-    """Return the operation of a node: in the forward pass's scope, also for a gradient."""
+    """Return a run of a node as a timed operation; a gradient has the scope of its forward operation."""
     name = "/".join(node.path)
     scopes = as_asked(graph, name).split("/")
     where = scopes[1:-2] if scopes[0] == _GRADIENT else scopes[:-1]

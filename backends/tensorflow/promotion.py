@@ -1,7 +1,7 @@
 """Promotion: an operation that TensorFlow refuses because its inputs mix float32 and 16 bits runs in float32.
 
-TensorFlow raises there, where JAX, torch and Keras' own operations promote. With it, the code of a user's layer runs on
-all of them. What TensorFlow runs as it is, stays as it is: an operation is promoted only after it was refused.
+TensorFlow raises there, where JAX, torch and Keras' own operations promote. With promotion, a user's layer runs on all
+of them. What TensorFlow runs as it is, stays as it is: an operation is promoted only after it was refused.
 
 For example, ``x * mask`` of a float16 ``x`` and a float32 ``mask`` calls ``gen_math_ops.mul``, which raises; then it is
 called again with ``x`` in float32. For this the functions that make operations are replaced, once and for all, by ones
@@ -69,7 +69,7 @@ def _run_promoted(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
 
 def mixed_formats(error: Exception) -> str | None:
-    """Return the line in which TensorFlow refuses to mix float32 with 16 bits; None if an error is another one."""
+    """Return the line of an error that refuses to mix float32 with 16 bits; None for any other error."""
     text = str(error).partition("Arguments received by")[0]  # which Keras adds, with the formats of all arguments
     lines = (
         line for line in text.splitlines() if re.search(r"float16|half", line) and re.search(r"float(32)?\b", line)

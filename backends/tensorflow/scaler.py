@@ -111,7 +111,7 @@ class LossScaler(ArrayScaler, tf.Module):
         return tf.convert_to_tensor(variable)
 
     def assign(self, variable: tf.Variable, value: Any) -> Any:
-        """Assign a value to a variable, and return the operation in a graph."""
+        """Assign a value to a variable; return, in a graph, the operation that does it."""
         return variable.assign(tf.cast(value, variable.dtype), read_value=False)
 
     def platform(self, tensor: Any) -> str | None:
@@ -245,7 +245,7 @@ class LossScaler(ArrayScaler, tf.Module):
             return tf.group(*self.round_into(variables, trained))
 
     def _note_read(self) -> None:
-        """Record that a loss may be multiplied by the scale: within a tape, that may become part of the loss."""
+        """Record that the scale was read, if a tape records: the value may become a factor of the loss."""
         if is_recording():
             self.note_by_hand()
 

@@ -68,7 +68,7 @@ def replica_context() -> tf.distribute.ReplicaContext:
 
 
 def places() -> list[Any]:
-    """Return the graphs that are built here, innermost first. In eager code, the replica that runs it, if any does."""
+    """Return the graphs that are built here, innermost first; in eager code, the replica that runs here, if any."""
     if not tf.executing_eagerly():
         return graphs_around()
     return [tf.distribute.get_replica_context()] if tf.distribute.has_strategy() else []
@@ -82,7 +82,7 @@ def update_if(
 ) -> tf.Tensor:
     """Run ``update(grads)``, which returns an operation or None, if ``finite``: in every replica or in none.
 
-    If the step is skipped, run ``report()``, which returns such an operation too, except in replicas.
+    If the step is skipped, run ``report()``, which also returns an operation or None; but not in replicas.
     """
     if not tf.distribute.has_strategy():
         return _run_if(finite, lambda: update(grads), report)
@@ -112,7 +112,7 @@ def graph_here() -> Any:
 
 
 def report_of(losses: ScaledLosses, settings: LossScale, compute: str | None) -> Callable[[], Any]:
-    """Return a function for `update_if` that makes an operation, which reports a loss that was not finite."""
+    """Return the ``report`` for `update_if`: it makes an operation that reports a loss which was not finite."""
     graph = graph_here()
     if graph is None or compiles_by_xla(graph) or not losses.are_here(graph):
         return lambda: None  # XLA has no such operation; in eager code the loss was reported when it was scaled
@@ -168,5 +168,5 @@ def _scopes() -> list[str]:
 
 
 def _absolute(scopes: Sequence[str]) -> AbstractContextManager[Any]:
-    """Enter an absolute name scope. TensorFlow adds no prefix or number to a name that ends with "/"; "" is root."""
+    """Return a context of an absolute name scope; none: root. TensorFlow leaves names that end in "/" unchanged."""
     return tf.name_scope("".join(f"{scope}/" for scope in scopes))

@@ -98,7 +98,7 @@ def register(definitions: Sequence[Any], concrete: Any) -> Any:
 
 
 def _function_type(signature: Any) -> Any:
-    """Return the type of a function, which is needed to save it."""
+    """Return the type of a function, which TensorFlow needs to save the function."""
     arguments, results = (
         tuple(tensor_spec.TensorSpec(None, dtypes.as_dtype(arg.type)) for arg in args)
         for args in (signature.input_arg, signature.output_arg)
@@ -130,7 +130,7 @@ def graph_of(name: str, within: Any) -> Any:
 
 
 def generated_functions(op: str) -> tuple[Callable[..., Any], ...]:
-    """Return the function that makes an operation, and its twin in ``tf.raw_ops``."""
+    """Return the functions that make an operation: the one of ``gen_*_ops``, and the same in ``tf.raw_ops``."""
     generated = [module for name, module in sys.modules.items() if name.startswith("tensorflow.python.ops.gen_")]
     found = next((module for module in generated if hasattr(module, op)), None)
     if found is None:
@@ -297,7 +297,7 @@ def watched_gradients(taken: Callable[[Any, Any, Any, Any], None]) -> Iterator[N
 
 
 def _seeds(target: Any) -> Any:
-    """Return ones for each tensor of a target; None if it has anything else, which TensorFlow then handles."""
+    """Return ones for each tensor of a target; None, which leaves it to TensorFlow, if anything else is in it."""
     flat = nest.flatten(target)
     if not all(ops.is_symbolic_tensor(one) and one.dtype.is_floating for one in flat):
         return None

@@ -56,7 +56,7 @@ def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _report_unknown(leaf: Any) -> None:
-    """Warn once of a class that is not opened, or cannot be rebuilt."""
+    """Warn once of a class whose tensors are not cast: its objects are not opened, or cannot be rebuilt."""
     if not torch.compiler.is_compiling() and (hides_tensors(leaf) or open_up(leaf) is not None):
         kind = kind_of(leaf)
         warn_once(

@@ -77,7 +77,7 @@ def _attributes(one: Any) -> Iterator[str]:
 
 
 def _mapping(tree: Mapping[Any, Any], parts: Sequence[Any]) -> Any:
-    """Return a mapping with other values. Subclasses of ``dict`` may refuse ``update``, like Hugging Face's outputs."""
+    """Return a copy of a mapping with other values, set one by one: Hugging Face's outputs refuse ``update``."""
     if isinstance(tree, MappingProxyType):
         return MappingProxyType(dict(zip(tree, parts, strict=True)))
     if not isinstance(tree, MutableMapping):

@@ -12,7 +12,7 @@ from polyamp.formats import fast_on_gpu, report_slow_format, why_not_fast
 
 
 def describe() -> dict[str, Any]:
-    """Return version, devices with the formats that are fast there, the compiled extension, and notes."""
+    """Return PyTorch's version, its devices with the formats that each computes fast, the extension, and notes."""
     from polyamp.backends.torch.step.fused import why_not_on  # other programs do not load the operators
 
     *gpus, cpu = devices()

@@ -25,5 +25,5 @@ def dtype_of(format_name: str) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype, which is that of its format if it has one."""
+    """Return a dtype's name without ``torch.``, as `polyamp.formats` has it."""
     return str(dtype).removeprefix("torch.")

@@ -119,7 +119,7 @@ def available(device: str | torch.device) -> bool:
 
 
 def library(name: str, *, required: bool = True) -> ctypes.CDLL | None:
-    """Return a library with a C interface, such as ``"autocast"``, or None. Build and load it as `available` does."""
+    """Return a library with a C interface, such as ``"autocast"``, built and loaded as by `available`; or None."""
     path = None if mode() == "off" else _obtained(name, _device(), required=required)
     return ctypes.CDLL(str(path)) if path else None
 
@@ -245,7 +245,7 @@ def _device() -> torch.device:
 
 
 def _obtained(name: str, device: torch.device, *, required: bool = True) -> Path | None:
-    """Return the library, if it works for this device; the first answer is cached."""
+    """Return the path of a library that works on a device, else None; the first answer is cached."""
     key = name, device
     with _lock:
         if key not in _answers:
@@ -264,7 +264,7 @@ def _obtained(name: str, device: torch.device, *, required: bool = True) -> Path
 
 
 def _serving(name: str, device: torch.device, *, may_build: bool) -> Path:
-    """Return the loaded library, tested to run on the device."""
+    """Load a library, for a GPU also build it, and check that the device can run it; return its path."""
     if device.type == "cuda" and _device().type != "cuda":
         raise ExtensionError("PyTorch sees no NVIDIA GPU", found=f"torch {torch.__version__}")
     path = path_of(name)

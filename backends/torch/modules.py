@@ -67,7 +67,7 @@ def names_of(
     given: Mapping[str, Tensor] | None = None,
     masters: Mapping[Tensor, Tensor] | None = None,
 ) -> dict[Tensor, str]:
-    """Name each parameter."""
+    """Return a name for each parameter of an optimizer's groups."""
     # Tried in order: the given names; the optimizer's own names, from ``named_parameters()``; the name in a module of
     # this process that has the parameter; its index.
     known = {param: name for name, param in (given or {}).items()}

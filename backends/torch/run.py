@@ -38,6 +38,7 @@ from polyamp.run import Session, current, note_own_precision
 
 _BFLOAT16 = "use --policy mixed_bfloat16, which scales nothing"
 
+# Calls by which a script has mixed precision of its own, also through Lightning and accelerate.
 _OWN_PRECISION: list[tuple[Any, str]] = [
     *((kind, "__init__") for kind in (torch.autocast, torch.amp.GradScaler)),
     *((nn.Module, name) for name in ("half", "bfloat16")),
@@ -50,7 +51,7 @@ _SEE_GRADIENTS: list[tuple[Any, str]] = [
 
 
 def begin(session: Session) -> None:
-    """Replace what is deprecated in torch, and turn mixed precision on if the session has a policy."""
+    """Supply the removed ``torch.cuda.amp``, and turn mixed precision on if the session has a policy."""
     cuda_amp.install(session)
     policy = session.policy
     if policy is None or policy.compute not in ("float16", "bfloat16"):

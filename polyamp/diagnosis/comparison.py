@@ -216,7 +216,7 @@ class Parity(Report):
         return tuple(way for way in self.ways if way.control and way.policy == comparison.policy)
 
     def can_tell(self, comparison: Comparison) -> bool:
-        """Return whether a negative control of this policy failed, or none was trained."""
+        """Return whether a negative control ended worse or better than float32, or none exists."""
         controls = self.controls_of(comparison)
         return not controls or any(way.verdict in ("worse", "better") for way in controls)
 

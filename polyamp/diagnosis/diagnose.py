@@ -61,7 +61,7 @@ class Verdict(Report):
 
     @cached_property
     def first(self) -> Observation | None:
-        """Return the first tensor that is not finite and is in float32; else the first, unless it only masks."""
+        """Return the first tensor that is finite in float32 alone; else the first non-finite one that is not a mask."""
         bad = [one for one in self.recording.observations if not one.spread.is_finite]
         own = (one for one in bad if (twin := self._in_float32(one)) is None or twin.spread.is_finite)
         return next(own, self.recording.broken)
@@ -217,7 +217,7 @@ class Verdict(Report):
 
     @property
     def _outcome(self) -> str:
-        """Return what came of trying the rules."""
+        """Return, as a sentence, whether the rules helped when they were tried."""
         if self.is_cured:
             return f" (tried: the step is then {'as in float32' if self.kind == 'rounding' else 'finite'})"
         if not self.tried:
@@ -334,7 +334,7 @@ def diagnose(
 
 
 def _is_cured(verdict: Verdict, latest: Verdict) -> bool:
-    """Return whether the fault is gone. Gradients that overflow with correct values are a matter of the loss scale."""
+    """Return whether the fault is gone. Gradients that overflow only because of the loss scale do not count."""
     if verdict.kind == "rounding":
         loss = latest.recording.loss
         return loss is not None and math.isfinite(loss) and latest.rounding is None

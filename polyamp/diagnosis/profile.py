@@ -58,7 +58,7 @@ class Timed(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """Return what limits such an operation."""
+        """The kind of work that this is."""
         operation = OPERATIONS.get(self.name)
         if self.is_update:
             return "optimizer"
@@ -326,7 +326,7 @@ def shares_of(work: Iterable[Work]) -> dict[Kind, float]:
 
 
 def _pattern(path: str) -> str:
-    """Return a path as in a rule, the same for all layers of a stack: ``encoder/*/attention``."""
+    """Return a path with ``*`` for the numbers of layers in a stack: ``encoder/*/attention``."""
     return re.sub(r"(?<![^/])([A-Za-z_]*)\d+(?=/)", r"\1*", path)
 
 

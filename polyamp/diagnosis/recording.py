@@ -51,12 +51,12 @@ class Observation(NamedTuple):
 
     @property
     def is_low(self) -> bool:
-        """Return whether the policy computes it in 16 bits."""
+        """Return whether the policy computes this tensor in 16 bits."""
         return format_of(self.format).is_low
 
     @property
     def is_rounding(self) -> bool:
-        """Return whether it is a float32 result that was rounded to 16 bits for the next operation."""
+        """Return whether this is a float32 result that was rounded to 16 bits for the next operation."""
         return self.is_low and self.op_class == "full"
 
     @property

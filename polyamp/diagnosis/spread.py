@@ -38,7 +38,7 @@ and NaN are searched for in all elements.
 
 
 def stride(elements: int) -> int:
-    """Return k if every k-th of a tensor's elements, in memory order, is counted; see `SAMPLE`."""
+    """Return the k for which every k-th element, in memory order, is counted; see `SAMPLE`."""
     step = -(-elements // SAMPLE)
     return max(1, step | 1)
 

@@ -44,12 +44,12 @@ def _grown(leaf: Any, axis: int | None, times: int) -> Any:
 
 
 def _trained(program: Program) -> list[int]:
-    """Return the places of the parameters; without any, those of all floating-point arguments."""
+    """Return the places of the parameters among the arguments; if there are none, of all floating-point arguments."""
     return [place for place in program.floating if program.are_parameters[place]] or program.floating
 
 
 def _pass(program: Program, run: Run) -> Pass:
-    """Compile a forward and backward pass, and return its memory: arguments, gradients and all in between."""
+    """Compile a forward and backward pass; return the memory that both use: arguments, gradients and all in between."""
     trained = _trained(program)
 
     def step(arrays: list[Any]) -> Any:

@@ -54,12 +54,12 @@ class Program:
         return results
 
     def results(self, arrays: Sequence[Any]) -> Any:
-        """Return what the function returned, with the given arrays in place of its own."""
+        """Return what the function returned, with ``arrays`` in place of the arrays in it."""
         given, kept = iter(arrays), zip(self._results, self._given, strict=True)
         return jax.tree.unflatten(self._tree, [next(given) if is_one else leaf for leaf, is_one in kept])
 
     def vjp(self, run: Run, arrays: Sequence[Any], places: Sequence[int]) -> Any:
-        """Return the floating-point results of the program, as ``run`` runs it, and their pullback to some arrays."""
+        """Run the program by ``run``; return its floating-point results and their pullback to arrays at ``places``."""
 
         def of_places(own: dict[int, Any]) -> list[Any]:
             results = run(self, [own.get(place, array) for place, array in enumerate(arrays)])
@@ -69,11 +69,11 @@ class Program:
 
     @property
     def floating(self) -> list[int]:
-        """The places of floating-point arrays."""
+        """The places of the floating-point arrays among the arguments."""
         return [place for place, array in enumerate(self.arrays) if is_inexact(array.dtype)]
 
     def bytes_saved(self, run: Run) -> int | None:
-        """Return the bytes that ``jax.vjp`` keeps for floating-point arguments; None if it fails."""
+        """Return the bytes that ``jax.vjp`` keeps for floating-point arguments; None if ``jax.vjp`` fails."""
 
         def kept(arrays: Sequence[Any]) -> list[Any]:  # leaves: JAX caches the tree of a result, and with it a jaxpr
             return jax.tree.leaves(self.vjp(run, arrays, self.floating)[1])
@@ -138,13 +138,13 @@ class Equation(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of its primitive."""
+        """The name of the equation's primitive."""
         name: str = self.own.primitive.name
         return name
 
 
 def walk(closed: Any, path: str = "", is_backward: bool = False, times: int = 1) -> Iterator[Equation]:
-    """Yield all equations; those of an inner program replace the equation that holds it."""
+    """Yield all equations; in place of one that holds a program, the equations of this program."""
     for own in unstable.opened(closed)[0].eqns:
         place = "/".join(filter(None, (path, unstable.scopes(own))))
         backward = is_backward or "transpose" in unstable.transformations(own)

@@ -47,17 +47,17 @@ class Cell:
 
     @classmethod
     def of(cls, array: Any, declared: Any, value: Value | None = None) -> Cell:
-        """Return the cell of an array in its declared dtype; ``value`` has the facts about a float32 array."""
+        """Return the cell of an array that is in its declared dtype; ``value`` has the facts if this is float32."""
         known = declared_value(declared) if value is None or declared != FLOAT32 else value
         return cls(array, declared, declared, known)
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[Any, ...]]:
-        """Return the array, and everything else that can be compared as static data."""
+        """Return the array; and, as static data to compare, the other fields except the recipe and the casts."""
         return (self.array,), (self.dtype, self.declared, self.value, self.shared)
 
     @classmethod
     def tree_unflatten(cls, about: tuple[Any, ...], arrays: tuple[Any]) -> Cell:
-        """Return a cell with another array."""
+        """Return the cell of these parts."""
         return cls(arrays[0], *about)
 
     @property
@@ -66,15 +66,15 @@ class Cell:
         return is_inexact(self.declared)
 
     def within(self) -> Cell:
-        """Return the value for the body of a loop, a branch or a rule, which does not share casts made outside."""
+        """Return the cell without its recipe and casts, for use in the body of a loop, a branch or a rule."""
         return self.around(self.array)
 
     def around(self, array: Any) -> Cell:
-        """Return a cell with another array and the same facts."""
+        """Return a cell with another array, and the dtypes and facts of this one."""
         return Cell(array, self.dtype, self.declared, self.value, self.shared)
 
     def cast(self, dtype: Any) -> Any:
-        """Return the array in a dtype; None leaves it as it is."""
+        """Return the array in a dtype; unchanged if the dtype is None."""
         if dtype == self.dtype or dtype is None:
             return self.array
         if not self.shared:
@@ -88,21 +88,21 @@ class Cell:
         return self.cast(self.declared)
 
     def low(self, dtype: Any, value: Value) -> Cell:
-        """Return a model of the same value in 16 bits; ``value`` names the operation that makes it."""
+        """Return a model for cells of this value in 16 bits; ``value`` names the operation that computes them."""
         return Cell(self.array, dtype, self.declared, Value("low", value.maker), shared=True)
 
     @property
     def format(self) -> Any:
-        """A key for the format of the cell. Arguments with equal keys can share a rewritten function."""
+        """A key: arguments whose keys are equal can share a rewritten function."""
         return self.dtype, self.declared, self.value, jax.typeof(self.array)
 
     def declared_as(self, value: Value) -> Cell:
-        """Return the value in its declared dtype, with the flow rule's facts about it from here on."""
+        """Return a cell of the array in its declared dtype, with ``value`` as the flow rule's facts."""
         return Cell(self.restored(), self.declared, self.declared, value, self.shared)
 
 
 class Recipe(NamedTuple):
-    """An equation with one output: the value to compute again."""
+    """How to compute a value again: by the equation whose only output it is."""
 
     equation: Any  # the equation
     cells: Sequence[Cell]  # its inputs
@@ -110,17 +110,17 @@ class Recipe(NamedTuple):
 
 
 class CallResult(NamedTuple):
-    """One result of a call. Its recipe is known once the equations of the call have run in its place."""
+    """How to compute a result of a call again: run the equations of the call, once for all of its results."""
 
     result: Callable[[int], Cell]  # runs the call in place, once, and returns the result at an index
     place: int  # the index of this result
 
 
 def around(cells: Iterable[Cell], arrays: Iterable[Any]) -> list[Cell]:
-    """Return cells with other arrays and the same facts."""
+    """Return cells with other arrays, and the same dtypes and facts."""
     return [cell.around(array) for cell, array in zip(cells, arrays, strict=True)]
 
 
 def held_as_declared(cells: Iterable[Cell]) -> list[Cell]:
-    """Return values in their declared dtypes. A value that was low is then float32 only by its declaration."""
+    """Return cells in their declared dtypes; those that were low become weak, float32 only by declaration."""
     return [cell.declared_as(WEAK if cell.value.state == "low" else cell.value) for cell in cells]

@@ -40,7 +40,7 @@ def trace(
     path: str,
     ending: Callable[[list[Cell]], list[Cell]] = lambda outputs: outputs,
 ) -> tuple[Any, list[Cell]]:
-    """Return a program traced with the formats that its arguments have now, and models of its results."""
+    """Trace a program for the formats of ``cells``; return the new jaxpr, and cells that describe its results."""
     outputs: list[Cell] = []
 
     def body(*arrays: Any) -> list[Any]:
@@ -52,7 +52,7 @@ def trace(
 
 
 def jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Run the equations in place of the call, or call a rewritten function if it is called several times."""
+    """Run a called function's equations in place; call its rewritten jaxpr if the function is called several times."""
     # A call that places or donates its arguments stays, and so do the types of its arguments and results.
     called = equation.params["jaxpr"]
     if not unstable.is_plain_jit(equation.params):
@@ -70,18 +70,18 @@ def jit(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[C
 def _bound_to(
     equation: Any, cells: Sequence[Cell], jaxpr: Any, outputs: Sequence[Cell], constants: Sequence[Any] = ()
 ) -> list[Cell]:
-    """Bind a call with another program."""
+    """Bind a call with ``jaxpr`` as its program; return the results with the facts of ``outputs``."""
     arrays = [*constants, *(cell.array for cell in cells)]
     return around(outputs, unstable.bound(equation, arrays, {**equation.params, "jaxpr": jaxpr}))
 
 
 def in_place(program: str) -> Handler:
-    """Return a handler that runs the program in this parameter in place of the call."""
+    """Return a handler of calls: it runs in their place the program that they hold in this parameter."""
     return lambda run, equation, cells, path: run.run(equation.params[program], cells, path)
 
 
 def remat(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Trace the function again and bind it with all its settings: nothing else can set ``differentiated``."""
+    """Trace the function again, and bind the primitive itself: no public function sets ``differentiated``."""
     closed, outputs = trace(run, equation.params["jaxpr"], cells, path)
     jaxpr, constants = unstable.without_constants(closed)
     return _bound_to(equation, cells, jaxpr, outputs, constants)
@@ -128,7 +128,7 @@ def _rewritten(run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) 
 def _rewrite(
     run: Interpreter, closed: Any, cells: Sequence[Cell], path: str, held: frozenset[tuple[int, Value]]
 ) -> _Rewritten:
-    """Rewrite a jaxpr for arguments in these formats. The outputs in ``held`` return in their declared dtypes."""
+    """Rewrite a jaxpr for arguments in these formats; it returns the outputs in ``held`` in their declared dtypes."""
     own, values = run.apart(), dict(sorted(held))
 
     def hold(outputs: list[Cell]) -> list[Cell]:
@@ -138,7 +138,7 @@ def _rewrite(
 
 
 def cond(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Trace every branch first. An output is low if it is low in all of them."""
+    """Trace every branch, then bind the conditional; an output is low if every branch returns it low."""
     index, *operands = cells
     traces = [trace(run, branch, operands, path) for branch in equation.params["branches"]]
     joined = [_join(outputs) for outputs in zip(*(outputs for _, outputs in traces), strict=True)]
@@ -158,7 +158,7 @@ def cond(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[
 
 
 def _join(outputs: tuple[Cell, ...]) -> Cell:
-    """Return the model of one output of all branches: in their common format, else in its declared dtype."""
+    """Return how all branches hand out one output: in the dtype they share, else in the declared one."""
     ranks = ["strong", "other", "input", "weak", "low"]
     first = min(outputs, key=lambda cell: ranks.index(cell.value.state))
     dtype = first.dtype if all(cell.dtype == first.dtype for cell in outputs) else first.declared
@@ -234,7 +234,7 @@ def _models(
     path: str,
     loop: Callable[[Interpreter, Sequence[Cell], list[Cell]], Any],
 ) -> list[Cell]:
-    """Return a model of each value that a loop carries."""
+    """Return, for each value that a loop carries, a cell that shows its dtype and facts in every iteration."""
     # The body is traced with all of them in float32. Values that the body nevertheless returns low do not add up over
     # the iterations: they are carried in 16 bits.
     strong = [
@@ -273,5 +273,5 @@ def _shared(cell: Cell) -> Cell:
 
 
 def _ending_in(models: Sequence[Cell], cells: Sequence[Cell]) -> list[Any]:
-    """Return the arrays of the first cells in the dtypes of the models. The casts are not shared with other uses."""
+    """Return the arrays of the first cells, cast to the dtypes of the models; other uses do not share the casts."""
     return [cell.within().cast(model.dtype) for model, cell in zip(models, cells, strict=False)]

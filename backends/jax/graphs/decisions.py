@@ -28,7 +28,7 @@ _LOWERED = frozenset(name for name, entry in CANONICAL.items() if entry.op_class
 
 
 def decide_equation(decider: Decider, equation: Any, cells: Sequence[Cell], values: Values, path: str) -> Decision:
-    """Decide one operation, and record the findings to report."""
+    """Return the decision about one operation; record in ``decider`` what is to be reported."""
     name = values.operation(equation)
     decision = decider.decide(name, path)
     entry = CANONICAL.get(name)
@@ -68,7 +68,7 @@ def dtypes_of(decision: Decision, decider: Decider) -> tuple[Any, Any]:
 def _with_format(
     decider: Decider, equation: Any, decision: Decision, inputs: list[Value], asked: str, *, gradient: bool
 ) -> Decision:
-    """Apply the flow rule, except where the operation's own parameters leave it no choice."""
+    """Return the decision with a format: by the operation's own parameters if they fix it, else by the flow rule."""
     if not inputs:
         return decision._replace(reason=NO_FLOATS)
     decision = decider.flow(decision, inputs, asked=asked, gradient=gradient)
@@ -86,7 +86,7 @@ def _with_format(
 
 
 def _of_constants(decision: Decision, cells: Sequence[Cell]) -> Decision:
-    """Give the result of constants alone the role of weights: its numbers are not known, unless it moves known ones."""
+    """Return a decision about constants: the result has the role ``weights``, unless it is known numbers, moved."""
     roles = [cell.value.role for cell in cells]
     if decision.op_class == "lower":
         if set(roles) != {"weights"}:
@@ -100,7 +100,7 @@ def _of_constants(decision: Decision, cells: Sequence[Cell]) -> Decision:
 
 
 def _asked(params: dict[str, Any]) -> str:
-    """Return why a product must stay in float32 although its operands need not; empty if it need not."""
+    """Return which of a product's own parameters forbids to lower it; empty if none does."""
     precision = params.get("precision")
     precisions = precision if isinstance(precision, tuple) else (precision,)
     if any(one not in (None, unstable.DEFAULT) for one in precisions):

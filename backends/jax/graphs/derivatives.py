@@ -21,7 +21,7 @@ from polyamp.backends.jax.graphs.interpreter import Interpreter
 
 
 def custom_jvp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Run the function and its rule under the flow rule; a tangent has its primal's dtype."""
+    """Run a function and its derivative rule by the flow rule; a tangent has its primal's dtype."""
     _, rule = unstable.custom_functions(equation)
     formats = _Formats()
 
@@ -40,7 +40,7 @@ def custom_jvp(run: Interpreter, equation: Any, cells: list[Cell], path: str) ->
 
 
 def custom_vjp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Run the function and its two rules under the flow rule; residuals keep the formats that it decides."""
+    """Run a function and both its derivative rules by the flow rule, whose formats the residuals keep."""
     sees_zeros = equation.params["symbolic_zeros"]
     _, forward_rule, backward_rule = unstable.custom_functions(equation)
     formats = _Formats()
@@ -90,7 +90,7 @@ class _Formats:
 
 
 def _function(run: Interpreter, program: Any, path: str, formats: _Formats) -> Callable[..., list[Cell]]:
-    """Return the function that the user's rules belong to."""
+    """Return the function to differentiate, run by the flow rule, with outputs in ``formats``."""
     return lambda *own: formats.same(run.run(program, [cell.within() for cell in own], path))
 
 
@@ -126,7 +126,7 @@ def _filled(cell: Cell) -> Cell:
 
 
 def _call_with_fixed(run: Interpreter, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
-    """Call a function with arguments and results that a jaxpr cannot hold: float0, symbolic zeros, flags."""
+    """Run a function by the flow rule, with what a jaxpr cannot hold outside: float0, symbolic zeros, flags."""
     fixed = {
         index: cell.array
         for index, cell in enumerate(cells)

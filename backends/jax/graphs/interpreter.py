@@ -44,7 +44,7 @@ class Repeats:
         self._chained: defaultdict[int, set[tuple[int, int]]] = defaultdict(set)
 
     def count(self, closed: Any) -> None:
-        """Count the calls in a program, which must live as long as this object."""
+        """Count how often a program calls each function; the program must live as long as this object."""
         made: dict[Any, tuple[int, int]] = {}
         for equation in unstable.opened(closed)[0].eqns:
             for part in unstable.inner_programs(equation):
@@ -61,12 +61,12 @@ class Repeats:
         return self._times[id(closed)] > 1 and len(unstable.opened(closed)[0].eqns) > 1
 
     def links(self, closed: Any) -> set[tuple[int, int]]:
-        """Return the outputs of a jaxpr that are inputs of a later call of it, as pairs (output, input)."""
+        """Return pairs (output, input): this output of one call of a jaxpr is this input of a later call."""
         return self._chained[id(closed)]
 
 
 def _links(equation: Any, called: int, made: dict[Any, tuple[int, int]]) -> set[tuple[int, int]]:
-    """Return the links from earlier calls of the same function to a call, and add the call's outputs to ``made``."""
+    """Return the pairs of `Repeats.links` that end in this call, and add the call's outputs to ``made``."""
     inputs = [made.get(atom) if unstable.is_variable(atom) else None for atom in equation.invars]
     made.update({variable: (called, place) for place, variable in enumerate(equation.outvars)})
     return {(source[1], place) for place, source in enumerate(inputs) if source is not None and source[0] == called}
@@ -88,23 +88,23 @@ class Interpreter:
         self._needs_paths = plan is not None or bool(policy.rules)
 
     def apart(self) -> Interpreter:
-        """Return an interpreter for the same policy that keeps its own record."""
+        """Return an interpreter for the same policy that records its decisions apart, and makes no plan."""
         other = copy(self)
         other.decider, other.plan = Decider(self.policy), None
         return other
 
     def looped(self) -> Interpreter:
-        """Return an interpreter for the body of a loop, with the same record."""
+        """Return an interpreter for the body of a loop; it records into the same plan and decisions."""
         other = copy(self)
         other.is_looped = True
         return other
 
     def place(self, path: str) -> str:
-        """Return the part of a path that decisions depend on: without rules for paths, at most `unstable.ISLAND`."""
+        """Return the part of a path that matters: all of it for a plan or rules, else at most `unstable.ISLAND`."""
         return path if self._needs_paths else unstable.ISLAND if unstable.ISLAND in path else ""
 
     def run_program(self, program: Program, arrays: Sequence[Any]) -> list[Any]:
-        """Return the arrays of a program's results in their declared dtypes."""
+        """Run a program; return its results as arrays in their declared dtypes."""
         jaxpr, _ = unstable.opened(program.closed)
         if self.plan is None:
             self.repeats.count(program.closed)
@@ -119,7 +119,7 @@ class Interpreter:
         return [_as_traced(cell, variable) for cell, variable in zip(outputs, jaxpr.outvars, strict=True)]
 
     def run(self, closed: Any, cells: Sequence[Cell], path: str) -> list[Cell]:
-        """Return the outputs of a jaxpr that runs in the scopes ``path``."""
+        """Run a jaxpr in the scopes ``path``; return its outputs."""
         jaxpr, constants = unstable.opened(closed)
         before, self._made = self._made, {}
         known = dict(zip(jaxpr.constvars, map(self._constant, jaxpr.constvars, constants), strict=True))
@@ -137,7 +137,7 @@ class Interpreter:
         return list(map(read, jaxpr.outvars))
 
     def call(self, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
-        """Trace a function that returns a list of arrays, at the declared types, and run it."""
+        """Trace a function of arrays for the declared dtypes of ``cells``, then run the trace on the cells."""
         # An array inside `jax.shard_map` varies along some axes of the mesh, and its type has these axes.
         specs = [jax.typeof(cell.array).update(dtype=cell.declared, weak_type=False) for cell in cells]
         closed, own = jax.make_jaxpr(function)(*specs), copy(self)
@@ -171,7 +171,7 @@ class Interpreter:
         return results
 
     def _share_casts(self, equation: Any, result: Cell) -> None:
-        """Make each cast of equal values once, so that their gradients add up before they are rounded."""
+        """Let equal values share their casts, so that the gradients of all uses add up before they are rounded."""
         number, *inputs = map(self.values.number, (*equation.outvars, *equation.invars))
         first = self._made.setdefault(number, result)
         if first.dtype == result.dtype and number not in inputs:
@@ -180,14 +180,14 @@ class Interpreter:
     def _bind(
         self, equation: Any, cells: Sequence[Cell], anew: tuple[str, ...], computes_in: Any, held: Any
     ) -> list[Any]:
-        """Return the results of an equation in the formats that were decided."""
+        """Bind an equation in the dtypes that were decided; return its results."""
         if computes_in != FLOAT32:
             return bind_low(equation, cells, computes_in, is_looped=self.is_looped)
         pairs = zip(bind_wide(equation, cells, anew), map(unstable.dtype_in, equation.outvars), strict=True)
         return [unstable.converted(one, held) if declared == FLOAT32 != held else one for one, declared in pairs]
 
     def _parameter(self, array: Any) -> Value:
-        """Return the facts about a parameter. Outside of jit its numbers are looked at."""
+        """Return the facts about a parameter; inside ``jit`` its numbers are unknown."""
         unknown = self.decider.parameter(None)
         if unknown == WEAK or is_traced(array) or array.dtype != FLOAT32:
             return unknown
@@ -220,7 +220,7 @@ def _naming_rule(equation: Any, decision: Decision) -> Iterator[None]:
 
 
 def _results(equation: Any, arrays: Sequence[Any], value: Value, held: Any) -> list[Cell]:
-    """Return the results of an equation; ``value`` and ``held`` describe those that are declared float32."""
+    """Return cells of an equation's results; those declared float32 get the facts ``value`` and the dtype ``held``."""
     declared = map(unstable.dtype_in, equation.outvars)
     return [
         Cell(array, *((held, own, value) if own == FLOAT32 else (own, own, declared_value(own))), shared=True)

@@ -43,7 +43,7 @@ class PlanBuilder:
 
     @contextmanager
     def repeated(self, mark: int, times: int = 1) -> Iterator[None]:
-        """Add the operations of a body that runs ``times`` times; ``mark`` is the number of operations before it."""
+        """Count what is added inside ``times`` times; first remove an earlier trace: what is after ``mark``."""
         del self.operations[mark:]
         self._begins = {region: begin for region, begin in self._begins.items() if begin < mark}
         before, self._times = self._times, self._times * times
@@ -55,7 +55,7 @@ class PlanBuilder:
     def add(
         self, equation: Any, path: str, decision: Decision, cells: Sequence[Cell], computes_in: Any, held: Any
     ) -> None:
-        """Add one operation. Call it before the inputs are cast."""
+        """Add one operation to the plan; to be called before its inputs are cast."""
         region = self._regions.index_at(path) if self._regions else None
         if self._regions and region is not None:
             if region not in self._begins:
@@ -87,7 +87,7 @@ class PlanBuilder:
 
 
 def _by_hand(equation: Any, decision: Decision) -> Decision:
-    """Return a decision, with the reason if it is a cast to 16 bits in the forward pass."""
+    """Return a decision; for a cast to 16 bits in the forward pass, with the reason that the user wrote it."""
     target = _format([var.aval for var in equation.outvars])
     is_low = target in ("float16", "bfloat16") and "transpose" not in unstable.transformations(equation)
     return decision._replace(reason=f"{BY_HAND}{target}") if decision.operation == "cast" and is_low else decision
@@ -131,7 +131,7 @@ class Regions:
         return None if found is None else int(found[1])
 
     def unused_rules(self, policy: Policy, others: Iterable[Decider] = ()) -> list[str]:
-        """Return the patterns of a policy's own rules that matched nothing in its regions, nor in other parts."""
+        """Return the patterns of a policy's own rules that matched nothing in its regions, nor for ``others``."""
         own = [region.decider for region in self.found if region.policy == policy]
         return [rule.pattern for rule in unused_in([*own, *others])]
 
@@ -141,7 +141,7 @@ RECORDED: ContextVar[Regions | None] = ContextVar("polyamp_jax_regions", default
 
 @contextmanager
 def recorded(*, left_out: bool = False) -> Iterator[Regions]:
-    """Record every region that is traced in this context, also in functions traced before; or leave it out."""
+    """Record each autocast that is traced inside, also in functions traced before; ``left_out`` turns autocast off."""
     regions = Regions(left_out=left_out)
     token, number = RECORDED.set(regions), _NUMBERS.pop() if _NUMBERS else next(_NEW)
     try:
@@ -179,7 +179,7 @@ def plan_of_step(closed: Any, regions: Regions) -> Plan:
 
 
 def _as_it_is(equation: Equation, in_region: bool) -> PlannedOperation:
-    """Return the plan's entry for an equation in the backward pass of a region, or outside of all regions."""
+    """Return a plan's entry for an equation as written: in a region's backward pass, or outside of all regions."""
     path = _MARK.sub("", equation.path).strip("/")
     decision = decide((), canonical(equation.name, equation.own.params), path)
     written = [var.aval for var in equation.own.outvars]
@@ -223,7 +223,7 @@ def _format(avals: Sequence[Any]) -> str:
 
 
 def _bytes_widened(aval: Any) -> int:
-    """Return the size of an array, in float32 if it has 16 bits."""
+    """Return the bytes of an array; of a 16-bit one, the bytes that it would have in float32."""
     dtype = getattr(aval, "dtype", None)
     return _bytes(aval, FLOAT32 if dtype is not None and is_inexact(dtype) and dtype.itemsize <= 2 else None)
 

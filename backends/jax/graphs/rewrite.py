@@ -189,7 +189,7 @@ def _why_nothing(not_lowered: dict[str, str]) -> str:
 
 
 def has_own_policy(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a training step enters its own policy, as with `polyamp.value_and_grad`, so that it is planned."""
+    """Return whether a step differentiates under a policy of its own, as with `polyamp.value_and_grad`."""
     with planning.recorded() as own:
         program = Program(*as_pure(fn, args, kwargs)[:4])
     return bool(own.found) and any(equation.is_backward for equation in walk(program.closed))
@@ -253,7 +253,7 @@ def check_function(fn: object, *, where: str) -> None:
 
 
 def positions(argnums: Any, *, where: str, at_least: int = 0) -> tuple[int, ...]:
-    """Return the positions of arguments, in their order."""
+    """Return ``argnums`` as a tuple; raise unless it has integers, at least so many."""
     wanted = tuple(argnums) if isinstance(argnums, list | tuple) else (argnums,)
     if len(wanted) >= at_least and all(map(is_integer, wanted)):
         return wanted

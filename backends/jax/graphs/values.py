@@ -31,8 +31,8 @@ _LITERAL = "a literal"
 class Values:
     """The facts about the values of a program, and of the programs in it.
 
-    A function that is called once is a part of the program. One that is called more often is looked at for any
-    arguments, and for any use of its results; so is the body of a loop.
+    A function that is called once is a part of the program. A function that is called more often, and the body of a
+    loop, are read as if their arguments, and the uses of their results, could be any.
     """
 
     def __init__(self, closed: Any, is_repeated: Callable[[Any], bool], states: Sequence[bool] = ()) -> None:
@@ -83,13 +83,13 @@ class Values:
         return self.numbering.product(map(self.number, equation.invars), contracted, is_aligned=is_aligned)
 
     def largest(self, atom: Any) -> float:
-        """Return how large the integers of an array may be; 0 for one number, which is like a constant."""
+        """Return how large an array's integers may be; 0 for a scalar, which is like a constant."""
         if not unstable.is_variable(atom) or _shape(atom) == ():
             return 0
         return self._largest.get(atom, float(np.iinfo(atom.aval.dtype).max) if is_integer(atom) else 1)
 
     def number(self, atom: Any) -> int:
-        """Return the number of a value."""
+        """Return the number of a value; equal values have the same."""
         if unstable.is_variable(atom):
             return self._numbers[atom]
         key = (atom.aval.dtype, np.asarray(atom.val).tobytes())  # a scalar
@@ -102,7 +102,7 @@ class Values:
         return self.numbering.is_constant(self.number(atom))
 
     def is_backward(self, equation: Any) -> bool:
-        """Return whether an operation is part of a backward pass, in a program that it holds too."""
+        """Return whether an operation is in a backward pass, or in a program that a backward pass holds."""
         return not self._backward.isdisjoint(equation.outvars)
 
     def asked_of(self, atom: Any) -> str:
@@ -117,7 +117,7 @@ class Values:
                     self._count(part)
 
     def _add(self, closed: Any, is_backward: bool = False) -> None:
-        """Look at a program for any arguments."""
+        """Read the operations of a program, as if nothing is known about its arguments."""
         jaxpr, _ = unstable.opened(closed)
         self._results += filter(unstable.is_variable, jaxpr.outvars)
         self._numbers.update({variable: self.numbering.new(_shape(variable)) for variable in jaxpr.invars})
@@ -138,7 +138,7 @@ class Values:
             self._numbers.update(zip(equation.outvars, results, strict=True))
 
     def _programs(self, equation: Any, inputs: list[int], parts: Sequence[Any]) -> list[int]:
-        """Look at the programs that an equation holds; return the numbers of its results."""
+        """Read the programs that an equation holds; return the numbers of its results."""
         name, inner = equation.primitive.name, unstable.opened(parts[0])[0]
         is_backward = self.is_backward(equation)
         new = [self.numbering.new(_shape(variable)) for variable in equation.outvars]
@@ -215,7 +215,7 @@ def _shape(atom: Any) -> Any:
 
 
 def _factor(operation: str, inputs: Sequence[Any]) -> float:
-    """Return the number by which an operation multiplies its operand."""
+    """Return the literal number by which an operation multiplies its operand."""
     literals = [atom for atom in inputs if not unstable.is_variable(atom) and unstable.dtype_in(atom) == FLOAT32]
     return factor(operation, [float(atom.val) for atom in literals])
 

@@ -64,7 +64,7 @@ def is_traced(cell: Cell) -> bool:
 
 
 def compute_again(cell: Cell) -> Any:
-    """Return a value in float32. If it was rounded it is computed again, not cast from its rounded value."""
+    """Return a value in float32: cast, or computed again if it was rounded and has one of the roles ``_STEPS``."""
     taken = _take(cell, _STEPS)
     return bind(lambda arrays: arrays, [taken])[0] if taken.is_anew else cell.cast(FLOAT32)
 
@@ -85,14 +85,14 @@ def _take(cell: Cell, roles: Sequence[str]) -> Taken:
 
 
 def with_less_kept(taken: Taken) -> Taken:
-    """Return the same input, computed from arrays that are smaller, if possible."""
+    """Return the same input, computed from smaller arrays if there are any: the backward pass then keeps these."""
     if taken.is_anew or not is_traced(taken.cell) or taken.cell.dtype != FLOAT32:
         return taken
     return taken._replace(leaves=_smallest(taken.cell, _DEPTH))
 
 
 def bind(operation: Callable[[list[Any]], list[Any]], inputs: Sequence[Taken]) -> list[Any]:
-    """Bind an operation on float32 arrays, so that the backward pass keeps the leaves of its inputs."""
+    """Bind an operation in float32; for the backward pass only ``Taken.leaves`` of inputs are kept."""
     # All users of an input that is not computed again share one array. Its derivative goes to this array, where the
     # gradients of all users add up in float32. The value of the input is computed from the leaves.
     leaves = _distinct(leaf for taken in inputs for leaf in taken.leaves)
@@ -167,7 +167,7 @@ def _leaves_anew(cell: Cell, roles: Sequence[str]) -> list[Cell]:
 
 
 def _smallest(cell: Cell, depth: int) -> list[Cell]:
-    """Return the values that a float32 value can be computed from, if they are smaller; else the value itself."""
+    """Return the smaller values from which a float32 value can be computed; the value itself if there are none."""
     recipe = cell.recipe if cell.dtype == FLOAT32 and depth else None
     if not isinstance(recipe, Recipe) or recipe.equation.primitive.name not in _CHEAP:
         return [cell]
@@ -232,7 +232,7 @@ def _quotient_jvp(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[
 
 
 def _extreme(choose: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a maximum or minimum whose derivative takes no part in the gradient of the operand that is not chosen."""
+    """Return a maximum or minimum whose derivative adds nothing to the gradient of the operand that is not chosen."""
     # JAX multiplies the gradient by 0 there, which is NaN if the gradient is beyond float16, as 1 / (max(x, 0) + 1e-5).
     extreme = jax.custom_jvp(choose)
 

@@ -39,12 +39,12 @@ class Sample(NamedTuple):
 
 
 def stride_of(size: int, turns: int) -> int:
-    """Return the step between the sampled elements of a tensor that is computed so many times."""
+    """Return the step between the sampled elements of a tensor that is computed ``turns`` times."""
     return min(stride(size * turns), max(stride(size), size // _LEAST | 1))
 
 
 def sample(tensors: Sequence[Any], step: int) -> Sample:
-    """Stack vectors of one length; return every so many-th element of each, and totals over all elements."""
+    """Stack vectors of one length; return every ``step``-th element of each, and totals over all elements."""
     stacked = jnp.stack(tensors)
     return Sample(stacked[:, ::step], _totals(stacked))
 

@@ -73,7 +73,7 @@ _NATIVE_SCALERS = {("flax", "DynamicScale"), ("jmp", "DynamicLossScale"), ("jmp"
 
 
 def _unscaled(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], policy: Policy) -> tuple[str, ...]:
-    """Return the lines of updates that divide the gradients of a loss by a scale that it was not multiplied by."""
+    """Return the lines of updates that divide gradients by a loss scale although their loss was not scaled."""
     scales = [state.scalars.scale for state in states_in((args, kwargs)) if state.settings.scales]
     if not scales:
         return ()
@@ -95,7 +95,7 @@ class _Updates:
         self._divides = False  # whether the last update divides by a loss scale
 
     def run(self, closed: Any, given: Sequence[int], is_backward: bool) -> list[int]:
-        """Return what leads to each output of a jaxpr, whose arguments are the last of those given."""
+        """Return, as flags for each output of a jaxpr, whether a loss scale or a backward pass leads to it."""
         jaxpr, _ = unstable.opened(closed)
         known = dict(zip(reversed(jaxpr.invars), reversed(given), strict=False))
 

@@ -53,7 +53,7 @@ def record(
 
 @dataclass(frozen=True)
 class _TracedStep:
-    """A training step as one traced program; it equals another one that computes the same."""
+    """A training step as one traced program; steps that compute the same are equal."""
 
     jaxpr: Any = field(compare=False)
     text: str  # the fingerprint of the jaxpr
@@ -108,7 +108,7 @@ def _chosen(records: Sequence[Record], parameters: Sequence[tuple[str, tuple[int
 
 
 def _matched(gradients: Sequence[Record], parameters: Sequence[tuple[str, tuple[int, ...]]]) -> list[Record]:
-    """Return unnamed gradients, named after consecutive parameters that have their shapes in the same order."""
+    """Return unnamed gradients with names: of consecutive parameters with the same shapes, else by unique shapes."""
     shapes, wanted = [shape for _, shape in parameters], [record.shape for record in gradients]
     starts = range(len(shapes) - len(wanted) + 1)
     first = next((start for start in starts if shapes[start : start + len(wanted)] == wanted), None)

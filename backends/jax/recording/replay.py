@@ -62,7 +62,7 @@ class Replay:
         wanted: Sequence[bool] | None = None,
         constants: Sequence[Any] | None = None,
     ) -> list[Evaluated]:
-        """Return the outputs of a jaxpr; those that are not wanted may be missing."""
+        """Evaluate a jaxpr; return its outputs, of which those that are not wanted may be missing."""
         jaxpr, own_constants = unstable.opened(closed)
         constants = own_constants if constants is None else constants
         known = {var: self.given(array, var) for var, array in zip(jaxpr.constvars, constants, strict=True)}
@@ -93,7 +93,7 @@ class Replay:
             self.records = outer
 
     def leave(self, values: Sequence[Evaluated], place: Place) -> list[Evaluated]:
-        """Record as gradients the values of the backward pass that leave the step or go to the optimizer."""
+        """Record values that leave the backward pass as parameters' gradients; return all values as outside of it."""
         for value in values:
             if value.backward and id(value.array) not in self._seen:
                 self._seen[id(value.array)] = value.array
@@ -111,7 +111,7 @@ class Replay:
         return self._operation(equation, values, place, uses) if results is None else results
 
     def _is_after(self, place: Place) -> bool:
-        """Return whether the gradients are finished: later equations outside a derivative belong to the optimizer."""
+        """Return whether a place is in the optimizer: after the backward pass, and not inside a derivative."""
         return self._turned_back and not place.differentiated
 
     def _operation(self, equation: Any, values: list[Evaluated], place: Place, uses: Sequence[bool]) -> list[Evaluated]:
@@ -130,7 +130,7 @@ class Replay:
         return [self._observed(value, place) if used else value for value, used in zip(values, uses, strict=True)]
 
     def _rounded(self, source: Evaluated, result: Evaluated, equation: Any, place: Place) -> Evaluated:
-        """Record the result of a cast to 16 bits as a tensor of its own: there the value can overflow or be lost."""
+        """Record the result of a cast to 16 bits, in which values can overflow or be lost, as a tensor of its own."""
         variable, origin = equation.outvars[0], source.origin
         if not is_low(unstable.dtype_in(variable)) or origin is None or source.backward != place.backward:
             return result
@@ -142,7 +142,7 @@ class Replay:
         return self._observed(result._replace(origin=narrow), place)
 
     def _observed(self, value: Evaluated, place: Place) -> Evaluated:
-        """Record a tensor that the step computed, unless it does not belong in the recording."""
+        """Record a tensor that the step computed, unless recordings leave it out; return it."""
         origin, is_scaled_loss = value.origin, value.scaled and not place.backward
         if (
             is_scaled_loss

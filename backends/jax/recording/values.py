@@ -39,7 +39,7 @@ class Evaluated(NamedTuple):
     origin: Origin | None = None
 
     def elsewhere(self) -> Evaluated:
-        """Return the same value after a loop or branch, whose records are not of exactly this array."""
+        """Return the value as it leaves a loop or branch: apart from the records inside, which are of other arrays."""
         return self if self.origin is None else self._replace(origin=self.origin._replace(number=None))
 
 
@@ -59,7 +59,7 @@ class Record(NamedTuple):
 
 
 def sampled(records: Iterable[Record]) -> list[Record]:
-    """Return records with samples: tensors of one size share one, up to some total size, for which all must be kept."""
+    """Return records with samples; tensors of one size share one, up to a total size, since all are kept for it."""
     own, groups = list(records), dict[Any, list[list[int]]]()
     flat = {index: record.array.reshape(-1) for index, record in enumerate(own) if record.sample is None}
     for index, array in flat.items():

@@ -36,7 +36,7 @@ def name_of(fn: Any) -> str:
 
 
 def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Trace ``fn`` as it is written."""
+    """Return ``fn`` traced for these arguments, as it is written."""
     leave_unconverted()
     remember_names()
     name_custom_gradients()
@@ -49,7 +49,7 @@ def concrete_of(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def walking(fn: Any, *arguments: Any) -> Iterator[None]:
-    """Refuse arguments that TensorFlow, which walks along every path to their tensors, would not finish."""
+    """Refuse arguments with too many paths to their tensors: TensorFlow walks along each, and would not finish."""
     where = f"the arguments of {getattr(fn, '__name__', 'a function')}"  # every call comes here: to find a line is slow
     check_tree(arguments, where)
     try:
@@ -71,7 +71,7 @@ def check_format(compute: str) -> None:
 
 
 def check_graph(graph_def: Any) -> None:
-    """Raise if this is not a graph, or one that was rewritten already."""
+    """Raise unless this is a ``GraphDef`` that was not rewritten before."""
     if not isinstance(graph_def, tf.compat.v1.GraphDef):
         raise _neither(graph_def)
     ours = next((node for node in graph_def.node if POLICY_ATTRIBUTE in node.attr), None)

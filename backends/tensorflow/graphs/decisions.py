@@ -93,7 +93,7 @@ class TypedNode(NamedTuple):
 
     @property
     def operation(self) -> str:
-        """The name of its operation."""
+        """The canonical name of the node's operation."""
         return self.decision.operation
 
 
@@ -181,7 +181,7 @@ class Pass:
             yield decided
 
     def is_divisor(self, value: str) -> bool:
-        """Return whether something is divided by a constant."""
+        """Return whether a value is a constant that something is divided by."""
         return self._looked.get(value) == DIVIDES
 
     def elements(self, value: str) -> int:
@@ -189,11 +189,11 @@ class Pass:
         return self._places.elements(self.graph, value)
 
     def inputs_of(self, node: Node) -> list[Known]:
-        """Return the facts about a node's inputs; the edge that closes a loop is float32 by need."""
+        """Return the facts about a node's inputs; a value that a later node hands back to a loop counts as strong."""
         return [self.known.get(value, KNOWN_CARRIED) for value in node.inputs]
 
     def equal(self, value: str) -> str:
-        """Return the first of the values that equal a value and have its type."""
+        """Return the first value of the graph that equals this one and has the same type."""
         return self._equal[self._numbers[value], self.known[value].dtype]
 
     def computed_anew(self, value: str, roles: Sequence[str]) -> Node | None:
@@ -206,17 +206,17 @@ class Pass:
         return maker if len(maker.outputs) == 1 and not maker.called else None
 
     def class_of(self, node: Node, operation: str) -> Decision:
-        """Decide the class of a node's operation at its path."""
+        """Return the decision about the class of an operation, by the path of its node."""
         return self.program.decide(operation, self.scopes.ruled_path(node) if self.program.policy.rules else "")
 
     def as_written(self, node: Node, reason: str, value: Value = WEAK, decision: Decision | None = None) -> TypedNode:
-        """Keep a node's types."""
+        """Return a node that keeps its types, with the reason and the state of its results."""
         operation = OPERATIONS.get(node.op, node.op)
         op_class = decision.op_class if decision else "keep"
         return self.typed(node, Decision(operation, op_class, reason, output=value))
 
     def typed(self, node: Node, decision: Decision, low: Sequence[str] = ()) -> TypedNode:
-        """Give a node its types by its decision. Its type attributes ``low`` change to the compute format."""
+        """Return a node with the types that a decision gives it; its attributes ``low`` become the compute format."""
         dtype = self.program.low
         types = [dtype if port.attribute in low and port.dtype == FLOAT32 else port.dtype for port in node.input_ports]
         of_integers = self._value_of_integers(node)
@@ -300,7 +300,7 @@ class Pass:
                     self._note_unrounded(value, decided.decision.anew)
 
     def _value_of_constant(self, decided: TypedNode, value: Value) -> Value:
-        """Return the state of a constant. One that is computed counts as weights, since its numbers are not known."""
+        """Return the facts about a constant: role ``weights`` if it was computed, so that its numbers are unknown."""
         if decided.decision.op_class == "keep" or decided.node.op in ("Const", "IdentityN"):
             return value
         if decided.decision.op_class == "neutral" and decided.operation != "fill":
@@ -315,7 +315,7 @@ class Pass:
                 self._note_unrounded(one, roles)
 
     def _note_items(self) -> None:
-        """Record the types in which a node takes items of lists."""
+        """Record, for each item of a list, the types in which the graph's nodes take the item."""
         taken = [pair for decided in self.nodes for pair in zip(decided.node.inputs, decided.input_types, strict=True)]
         for value, dtype in (*taken, *((value, FLOAT32) for value in self.graph.returns)):
             maker = self.graph.maker.get(value)
@@ -332,7 +332,7 @@ class Pass:
         return value_of_integers(node, {one: self.known[one].value for one in node.inputs if one in self.known})
 
     def _specific(self, node: Node) -> str:
-        """Return the canonical name of a node's operation, given its operands."""
+        """Return the canonical name of a node's operation, which can depend on the operands."""
         operation = OPERATIONS.get(node.op, node.op)
         if operation == "matmul":
             return self._product(node)
@@ -349,7 +349,7 @@ class Pass:
         return operation
 
     def _product(self, node: Node) -> str:
-        """Return the name of a product. A gradient has that of its forward operation, which is one of many."""
+        """Return the canonical name of a product; of one in the backward pass, the name of its forward product."""
         if node.name in self.parts.backward:
             forward = self._product_before(node)
             return "matmul" if forward is None else self._specific(forward)
@@ -381,7 +381,7 @@ class Pass:
         return self._numbers[before.inputs[1]] == self._numbers[node.inputs[1]]
 
     def _doubles(self, node: Node) -> bool:
-        """Return whether a product is the factor ``2 * x`` of a square's derivative, which is decided as the square."""
+        """Return whether a product is ``2 * x`` in a square's derivative, which is decided as the square is."""
         if node.name not in self.parts.backward:
             return False
         first, second = (self._numbering.is_constant(self._numbers.get(value, -1)) for value in node.inputs)
@@ -389,7 +389,7 @@ class Pass:
         return second and not first and (maker is None or maker.name not in self.parts.backward)
 
     def _with_format(self, node: Node, decision: Decision, inputs: tuple[Value, ...]) -> Decision:
-        """Apply the flow rule."""
+        """Return a decision with the format, and with the state of the output, by the flow rule."""
         is_backward = node.name in self.parts.backward
         is_product = decision.reason == TABLE and node.op in _SATURATED_GRADIENTS
         if is_product:  # ``y * (1 - y) * grad``, and nothing bounds the gradient
@@ -439,7 +439,7 @@ class Pass:
         return any(value.role == "normalized" for value in known)
 
     def _readers(self, node: Node, *, is_backward: bool) -> list[Node]:
-        """Return the nodes that take a product or a sum of gradients, also after it was moved or masked."""
+        """Return the nodes that take the outputs of a node, if this is a product or only moves, masks or adds."""
         weak = [value for value in node.inputs if value in self.known and self.known[value].value.state == "weak"]
         moves = OPERATIONS.get(node.op) in _MOVING or node.op in ("AddN", "BiasAdd") or (node.op == "Mul" and weak)
         passes = moves or (not is_backward and self._is_product(node))

@@ -3,7 +3,7 @@
 A value is named by the text that refers to it: ``node`` or ``node:1`` in a ``GraphDef``, ``node:output:0`` or an
 argument's name in a function.
 
-It also finds where nodes come from, and the shapes of their values. Rules name scopes as the code asked for them, and a
+`Places` finds the source lines and shapes of nodes. Rules name scopes as the code asked for them, and a
 gradient has the scope of its forward operation. For example, ``gradient_tape/dense_1/MatMul/MatMul`` differentiates
 ``dense_1/MatMul``; if the code asked for the scope ``dense``, the scope of both nodes is ``dense``.
 """
@@ -83,7 +83,7 @@ class Node:
 
     @property
     def typed_inputs(self) -> list[tuple[str, int]]:
-        """Its input values with their types."""
+        """The node's input values with their types."""
         return [(value, port.dtype) for value, port in zip(self.inputs, self.input_ports, strict=True)]
 
 
@@ -145,7 +145,7 @@ class Graph:
 
 
 def closure(start: Iterable[One], following: Callable[[One], Iterable[One]]) -> set[One]:
-    """Return these and all that follow them, directly or through others."""
+    """Return ``start`` and all that ``following`` leads to from there, directly or through others."""
     found = set(start)
     pending = list(found)
     while pending:
@@ -344,7 +344,7 @@ class Scopes:
         self._named = {node.name: node for node in graph.nodes}
 
     def path_of(self, node: Node) -> str:
-        """Return the scopes of a node with its name."""
+        """Return the path of a node: its scopes, then its name."""
         return _within(self.path, as_asked(self._traced, node.name))
 
     def scope_of(self, node: Node) -> str:
@@ -379,7 +379,7 @@ class Scopes:
         return self._named.get(name)
 
     def _find(self, name: str) -> tuple[Scopes, Node | None]:
-        """Find the node of a name in this graph, or in the forward function that it differentiates."""
+        """Return the node of a name, and its graph's scopes: these, or those of the forward function."""
         if (node := self._node_at(name)) is not None:
             return self, node
         home = next((one for one in self._others() if one.path == self.path and one._node_at(name)), self)

@@ -85,7 +85,7 @@ class _Search:
         return next(filter(None, results), None)
 
     def _same(self, wanted: str, value: str, known: Match) -> Match | None:
-        """Return the known matches and those of a value and its makers; None if it is not made as the example is."""
+        """Return ``known`` with matches for a value and its makers; None if the example makes ``wanted`` otherwise."""
         wanted = _unmoved(_example(), wanted)
         one = _example().maker[wanted]
         is_argument = one.op == "Placeholder"
@@ -150,7 +150,7 @@ def fused(graph: Graph, places: Places, library: Mapping[str, Any]) -> Graph:
 
 
 def _used(definitions: dict[str, Any], graph: Graph, moved: Mapping[str, str]) -> dict[str, Any]:
-    """Return the nodes without those of norms that nothing takes any more; what nothing took before stays."""
+    """Return the nodes without those that nothing takes since kernels replaced the norms."""
     uses = Counter(maker_name(moved.get(value, value)) for value in graph.returns)
     for definition in definitions.values():
         uses.update(maker_name(moved.get(text, text)) for text in definition.input)

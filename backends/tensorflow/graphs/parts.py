@@ -98,7 +98,7 @@ def _made_by(graph: Graph, node: Node) -> list[Node]:
 
 
 def _state_reads(graph: Graph, update: set[str], before: set[str]) -> set[str]:
-    """Return nodes that read variables which only the update uses, and that are not in the update yet."""
+    """Return nodes outside the update that read variables which only the update uses."""
     writes = (node for node in graph.nodes if node.name in update and _WRITES.fullmatch(node.op))
     handles = {value for node in writes for value in node.inputs[:1]}
     if not handles:
@@ -117,7 +117,7 @@ def _sums_of_gradients(graph: Graph, update: set[str], consumers: Mapping[str, l
 
 
 def _writes_number(node: Node) -> bool:
-    """Return whether a node writes a variable, or some of its elements: what it writes is its last input."""
+    """Return whether a node writes its last input to a variable, or to some elements of a variable."""
     is_write = node.op.startswith(("Assign", "ResourceScatter", "ResourceStridedSliceAssign"))
     return is_write and len(node.inputs) > 1 and node.input_ports[-1].dtype in FLOATING
 
@@ -179,7 +179,7 @@ def _restoring(average: Node, handle: str, applied: str, users: Sequence[str]) -
 
 
 def _all_of(values: Sequence[str]) -> list[Any]:
-    """Return nodes; the last one computes whether all of several scalars are true. No nodes for a single scalar."""
+    """Return nodes, the last of which computes whether all scalars are true; none for a single scalar."""
     nodes: list[Any] = []
     for value in values[1:]:
         first = f"{nodes[-1].name}:z:0" if nodes else values[0]

@@ -1,7 +1,7 @@
 """Build the plan of a decided graph: where each operation is, its format, and the bytes that it moves.
 
-It counts what `Body` would write. For example, if two products take ``x`` in float16, there is one cast of ``x``, which
-counts with its bytes for the first product only.
+A plan counts what `writing.Body` would write. For example, if two products take ``x`` in float16, there is one cast of
+``x``, which counts with its bytes for the first product only.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class PlanBuilder:
         )
 
     def _by_hand(self, decided: TypedNode) -> Decision:
-        """Return the decision about a node, with the reason if it is a cast to 16 bits in the user's own code."""
+        """Return the decision about a node; for a cast to 16 bits that the user wrote, with this as the reason."""
         node = decided.node
         target = LOW.get(node.definition.attr["DstT"].type) if node.op == "Cast" else None
         if target and node.name not in self._decisions.parts.backward and self._places.is_users(node.name):

@@ -38,14 +38,14 @@ REWRITTEN = "rewritten already"
 
 
 class Functions(Program):
-    """A program whose functions are decided each once for the same arguments."""
+    """A program whose functions are each decided once for equal arguments."""
 
     def __init__(self, policy: Policy, library: Mapping[str, Any], traced: Any = None, *, fuses: bool = True) -> None:
         super().__init__(policy, library, fuses=fuses)
         self._traced = traced
 
     def settled(self, graph: Graph, arguments: Sequence[Known] = ()) -> Pass:
-        """Decide a graph until the contents of lists are known; after any number of passes the result is consistent."""
+        """Return a graph's decisions, made again and again until the contents of its lists are known."""
         decisions = Pass(graph, self, arguments, traced=self._traced)
         for _ in range(_PASSES - 1):
             self.lists.keep(decisions.known[value].held for value in decisions.graph.returns)
@@ -127,7 +127,7 @@ def _joined(lists: Lists, declared: int, knowns: Sequence[Known]) -> Known:
 
 
 def _loop(program: Functions, decisions: Pass, node: Node) -> TypedNode:
-    """Decide a loop. Values that may add up over the iterations are float32; values that it only reads stay unchanged.
+    """Decide a loop: values that may add up over iterations become float32; those it only reads stay unchanged.
 
     The body is first decided as if all carried values were strong float32. If the body nevertheless returns a low
     value, that value does not add up, so the loop carries it in 16 bits.

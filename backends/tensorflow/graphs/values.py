@@ -1,4 +1,4 @@
-"""The types and states of a graph's values while it is decided, of lists too, and which are constants or the same.
+"""The types and states of a graph's values and lists while it is decided; and which values are equal, or constants.
 
 A state follows from a value's origin. For example, in ``tf.cast(ids, tf.float32) * 0.5`` the cast makes an ``input``,
 because the integers are the user's data, and 0.5 is a ``weak`` constant, which float16 can hold.
@@ -62,7 +62,7 @@ class Lists:
         return self.value_of(name).state == "low" or self._root(name) in self._narrow
 
     def take(self, name: str, *, is_low: bool) -> None:
-        """Record that a node takes an item, in 16 bits or not."""
+        """Record that a node takes an item of a list, in 16 bits or not."""
         self._taken[name] = is_low and self._taken.get(name, True)
 
     def value_of(self, name: str) -> Value:
@@ -163,7 +163,7 @@ KNOWN_CARRIED = Known(FLOAT32, CARRIED)
 
 
 def value_of_type(dtype: int) -> Value:
-    """Return the state of an argument of the program, or of data that it reads, which follows from its type alone."""
+    """Return the state of a program's argument, or of data that the program reads, by the type alone."""
     # Integers are an ``input`` too, for the values that are made from them.
     if dtype in FLOATING and dtype != FLOAT32:
         return Value("other", tf.as_dtype(dtype).name)
@@ -195,7 +195,7 @@ def value_of_integers(node: Node, values: Mapping[str, Value]) -> Value:
 
 
 def value_of_cast(node: Node, known: Value, maker: Node | None, decider: Decider, largest: float) -> Value:
-    """Return the state of float32 values that a cast makes from integers or booleans; ``largest`` is their limit."""
+    """Return the state of float32 values cast from integers, which are at most ``largest``, or from booleans."""
     if node.input_ports[0].dtype == BOOL:
         return WEAK
     if maker is not None and maker.op == "Const":
@@ -210,7 +210,7 @@ class Integers:
         self._graph, self._known, self._largest = graph, known, dict[str, float]()
 
     def largest(self, value: str) -> float:
-        """Return the limit of a value."""
+        """Return how large the integers of a value may be."""
         if value not in self._largest:
             maker = self._graph.maker.get(value)
             self._largest[value] = math.inf  # until it is known: a loop comes back to it

@@ -103,12 +103,12 @@ class Body:
         self.nodes.append(changed(node.definition, [*inputs, *(f"^{name}" for name in node.controls)], changes))
 
     def inputs(self, decided: TypedNode) -> list[str]:
-        """Return the names of a node's inputs in the types that it takes."""
+        """Write the casts that a node's inputs need; return their names."""
         pairs = zip(decided.node.inputs, decided.input_types, strict=True)
         return [self.value(value, dtype, decided.decision.anew) for value, dtype in pairs]
 
     def value(self, value: str, dtype: int, anew: Sequence[str] = ()) -> str:
-        """Return the name of a value in a type: itself, its cast, or its float32 copy if its role is in ``anew``."""
+        """Return the name of a value in a type, and write the cast; or, with a role in ``anew``, the float32 copy."""
         known = self._decisions.known[value]
         if known.dtype == dtype or known.dtype > 100:
             return value
@@ -130,7 +130,7 @@ class Body:
         return f"{name}:y:0" if graph.in_function else name
 
     def _again(self, node: Node, anew: Sequence[str]) -> str:
-        """Return a node's output in float32, from a second node next to the one that runs in 16 bits."""
+        """Write a second node that computes a 16-bit node's output in float32; return the name of its output."""
         if node not in self.anew:
             again = self._in_float32(node, anew)
             again.name = f"{node.name}/polyamp_float32"
@@ -154,7 +154,7 @@ class Body:
             self.changed = True
 
     def restore(self, decided: TypedNode) -> None:
-        """Give a node's name to a cast of its only output to its old type."""
+        """Write a cast of a node's only output to the old type, and give the cast the node's name."""
         (port,), (known,) = decided.node.output_ports, decided.results
         if port.dtype == known.dtype:
             return
@@ -172,7 +172,7 @@ class Body:
         self.nodes.append(cast)
 
     def _called(self, decided: TypedNode) -> dict[str, Any]:
-        """Return the changed attributes that name the functions which a node calls."""
+        """Write the functions that a node calls; return the node's attributes with their new names."""
         if not decided.inside:
             return {}
         library = self._decisions.program.library

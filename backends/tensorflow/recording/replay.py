@@ -39,7 +39,7 @@ _ORDER = (ACTIVATION, GRADIENT, PARAMETER)
 
 
 class Place(NamedTuple):
-    """What is recorded: the same for all runs of a function's body that was decided once."""
+    """The key of an observation: equal in all runs of a function's body that was decided once."""
 
     body: int  # the id of the decisions for it
     value: str
@@ -65,7 +65,7 @@ class Evaluated(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """What a step's gradients are in one of its graphs."""
+    """Which values of one graph are losses and gradients, and which of them start or lead to these."""
 
     losses: list[str]
     gradients: dict[str, tuple[int, str]]  # those of variables, each with its position and the variable's name
@@ -93,7 +93,7 @@ class Replay:
         return values[marks.losses[0]].tensor if marks.losses else None
 
     def observations(self) -> list[Observation]:
-        """Return what was recorded: activations and gradients in the order of computation, then the parameters'."""
+        """Return what was recorded: activations and gradients in order of computation, then parameters' gradients."""
         found = []
         for place, one in sorted(self._newest.items(), key=lambda item: (_ORDER.index(item[0].kind), item[0].position)):
             if place.kind == PARAMETER or Place(*place[:2]) not in self._of_parameters:
@@ -235,7 +235,7 @@ class Replay:
         self._newest[place] = Observation(place.kind, name, where, op_class, format_name, shape, spread)
 
     def _note_rounded(self, decisions: Pass, decided: TypedNode, values: Mapping[str, Evaluated]) -> None:
-        """Record float32 values that were computed in this body and that a node takes in 16 bits as what it takes."""
+        """Record in 16 bits those float32 values computed in this body that a node takes in 16 bits."""
         for value, dtype in zip(decided.node.inputs, decided.input_types, strict=True):
             tensor, is_gradient, _, origin = values[value]
             if dtype not in _LOW or decisions.known[value].dtype != FLOAT32 or origin is None:

@@ -25,7 +25,7 @@ class Taken(NamedTuple):
 def traced(
     step: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, bool, tuple[Taken, ...]]:
-    """Trace a step, and return whether it takes gradients itself, and those that are taken, in order."""
+    """Return the traced step, whether the step takes gradients itself, and all gradients taken, in order."""
     # If it returns only a loss, a step that takes its gradients is traced, with the loss scale as its first argument.
     plain = plain_function(step)
     concrete, taken = _watched(plain, args, kwargs)

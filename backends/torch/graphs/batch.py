@@ -46,7 +46,7 @@ def footprint_of(
 
 
 def rewritten(program: Program, fn: Callable[..., Any]) -> GraphModule:
-    """Return a program's graph as a function over the parameters of the function that it is of."""
+    """Return a program's graph as a function that uses the parameters of ``fn``."""
     root, own = root_of(fn), program.attributes
     names = {str(node.target) for node in program.graph.find_nodes(op="get_attr")}
     return GraphModule({name: own[name] if name in own else attrgetter(name)(root) for name in names}, program.graph)
@@ -56,7 +56,7 @@ class Meter(OnFakes):  # type: ignore[no-untyped-call]
     """Watches the memory of a forward and backward pass."""
 
     def follow(self, mode: AbstractContextManager[Any]) -> Pass:
-        """Measure a forward and backward pass in a mode."""
+        """Run a forward and backward pass in a mode; return the memory that it uses."""
         parameters = sum(one.numel() for one in self._step.reach.parameters())
         with mode, torch.autograd.set_multithreading_enabled(False):
             held = pytree.tree_leaves((self._step._args, self._step._kwargs))

@@ -59,7 +59,7 @@ def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _refuse_modules(root: nn.Module) -> None:
-    """Refuse modules that are not ready, which a capture would leave half made, and a step count read as a number."""
+    """Refuse lazy modules, which a capture would leave half made, and code that reads a step count as a number."""
     for path, module in root.named_modules():
         if any(map(nn.parameter.is_lazy, (*module._parameters.values(), *module._buffers.values()))):
             what, allowed = "the parameters of a module have no shapes yet", "modules that have run once"
@@ -160,7 +160,7 @@ def _headline(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _assignments(root: nn.Module) -> Iterator[dict[str, tuple[Any, Any]]]:
-    """Undo assignments to the attributes of modules; return the old and the new value of each, by path."""
+    """Undo, at the end, assignments to modules' attributes; yield a dict that gets their old and new values."""
     saved = [
         (f"{path}." * bool(path), attributes, dict(attributes))
         for path, module in root.named_modules()
@@ -175,7 +175,7 @@ def _assignments(root: nn.Module) -> Iterator[dict[str, tuple[Any, Any]]]:
 
 
 def _refuse_state(assigned: Mapping[str, tuple[Any, Any]], inputs: Sequence[Any], root: nn.Module) -> None:
-    """Refuse assignments that a graph cannot repeat: of what is not a tensor, or of state that it would not find."""
+    """Refuse assignments that a graph cannot repeat: of unlike values, or to read tensors that are not buffers."""
     buffers = {id(buffer) for buffer in root.buffers()}
     read = {id(one) for one in inputs} - buffers
     if names := [name for name, (old, new) in assigned.items() if id(old) in read or not _alike(old, new)]:
@@ -207,7 +207,7 @@ def _contents(taken: Held | None) -> Any:
 
 
 def _refuse_changes(copies: Sequence[Any], leaves: Sequence[Any]) -> None:
-    """Refuse code that changed a copy of such an object: a graph would not change it again."""
+    """Refuse code that changed an object among its arguments, as a copy shows: a graph would not repeat that."""
     for copy, leaf in zip(copies, leaves, strict=True):
         if copy is leaf:
             continue

@@ -152,7 +152,7 @@ class Pass:
     # --- nodes --------------------------------------------------------------------------------------------------------
 
     def _read_node(self, node: Node) -> Decision | None:
-        """Decide the class of an operation; give the node's value its number, before anything is written."""
+        """Return the class of an operation; give the node's value its number, before anything is written."""
         if node.op in ("placeholder", "output"):
             return None
         if node.op == "get_attr":
@@ -176,12 +176,12 @@ class Pass:
         return found
 
     def _note_integers(self, node: Node, held: Any) -> None:
-        """Look at the integers of a tensor of the program, unless they are changed."""
+        """Record how large the integers of a captured tensor are, unless the graph changes them."""
         if isinstance(held, Tensor) and is_integral(held) and is_readable(held) and not self.aliases.is_touched(node):
             self._largest[node] = float(held.abs().max())
 
     def _look(self) -> dict[Any, str]:
-        """Look at the readers of the values; see `polyamp.readers`."""
+        """Return what the readers of each value ask of it; see `polyamp.readers.look`."""
         nodes = self.module.graph.nodes
         written: dict[Any, Any] = {node: [new] for node, new in self._state.items()}
         for node in nodes:
@@ -197,7 +197,7 @@ class Pass:
         )
 
     def _read(self, node: Node) -> Read:
-        """Return an operation as the look at readers sees it; the bodies of calls are not followed."""
+        """Return an operation as `polyamp.readers` takes it; the bodies of calls are not followed."""
         decision = self._classes.get(node, _ITEM)
         used = [] if decision.operation in _MAKING else [one for one in operands_of(node) if self._floats(one)]
         outputs = [node] if self._floats(node) else []
@@ -207,7 +207,7 @@ class Pass:
         return any(map(is_floating, tensors_of(self._declared(node))))
 
     def _constant(self, node: Node, tensor: Tensor) -> Value:
-        """Return the facts about a tensor of the program. What is changed has no role: its numbers will be others."""
+        """Return the facts about a captured tensor; without its role if the graph changes the tensor's numbers."""
         value = constant_of(tensor, self.decider, divides=self._asked.get(node) == DIVIDES)
         return value._replace(role="") if self.aliases.is_touched(node) else value
 
@@ -276,7 +276,7 @@ class Pass:
         return known
 
     def _classify(self, node: Node) -> Decision:
-        """Decide the class of an operation. A user's rule for ``mul`` also holds for a square."""
+        """Return the decision about the class of an operation; a user's rule for ``mul`` also decides squares."""
         path, plain = path_of(node), operation_of(node) or native_name(node)
         name = self.numbers.specific(node, plain)
         decision, of_plain = self.decider.decide(name, path), self.decider.decide(plain, path)
@@ -285,7 +285,7 @@ class Pass:
         return of_plain if decision.reason == TABLE != of_plain.reason else decision
 
     def _operands(self, node: Node, decision: Decision) -> list[Value]:
-        """Return the facts about a node's operands, in order; except an addend of a product that may be saturated."""
+        """Return the facts about a node's operands, in order, without an addend of a product that gets saturated."""
         operands = [(used, self._value(used)) for used in operands_of(node)]
         addend = addend_of(node) if decision.op_class == "lower" else None
         return [
@@ -300,13 +300,13 @@ class Pass:
         ]
 
     def _value(self, node: Node) -> Value:
-        """Return the facts about a value; about integers, those that hold when they become floating values."""
+        """Return the facts about a value; for integers, the facts that they have as floating values."""
         value = value_of(self.known[node])
         limited = self._largest.get(node, math.inf)
         return self.decider.integers(value, limited) if is_integral(self.known[node].declared) else value
 
     def _apply_rule(self, node: Node, decision: Decision, floating: list[Node]) -> Decision:
-        """Apply the flow rule to a node."""
+        """Return a node's decision with the format that the flow rule decides, and the facts about the result."""
         operation = decision.operation
         numbers = numbers_of(node) if operation in _WITH_NUMBERS | _MAKING else []
         constant = self.decider.constant(*numbers)
@@ -325,7 +325,7 @@ class Pass:
         return self._make_possible(node, decision, values)
 
     def _make_possible(self, node: Node, decision: Decision, values: Sequence[Value]) -> Decision:
-        """Change a decision where memory, the user's own dtypes or kernels do not allow it."""
+        """Return a decision, changed where memory, the user's own dtypes or kernels do not allow it."""
         if self.aliases.keeps(node):
             moved = next((value for value in values if value.state == "strong"), next(iter(values), WEAK))
             return _as_written(decision, "its memory is changed in place elsewhere", moved)
@@ -393,7 +393,7 @@ class Pass:
         return known._replace(node=self._new.cast(known, self._low), fake=fake_as(known, self._low, self._new.mode))
 
     def _widen(self, node: Node, roles: tuple[str, ...]) -> Known:
-        """Return a node's value; if it is low and has one of these roles, computed again in float32, with its inputs.
+        """Return a node's value; if it is low with one of these roles, written again in float32, as are its inputs.
 
         Some nodes cannot be written again: their inputs were changed in place, or gradients were not recorded there.
         """
@@ -412,7 +412,7 @@ class Pass:
         return self._anew[node, roles]
 
     def _forget(self, changed: Sequence[Node]) -> None:
-        """Forget casts of values that were changed in place: they have the old values."""
+        """Forget the casts of values that were changed in place: these casts have the old values."""
         names = {name for one in changed for name in self.aliases.names(one)}
         for name in names:
             for node in (name, *name.users):

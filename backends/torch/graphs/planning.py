@@ -118,7 +118,7 @@ class Memory:
         return sum(self._kept.values())
 
     def add(self, made: Iterable[Tensor]) -> None:
-        """Add the memory of tensors that is not known yet, until it is freed."""
+        """Count the memory of tensors as in use until it is freed, unless it is counted already."""
         for one in made:
             place = unstable.storage_of(one)
             if place is not None and place not in self._alive:
@@ -130,7 +130,7 @@ class Memory:
                 self.moments.append(self._in_use)
 
     def of(self, tensor: Tensor) -> Block | None:
-        """Return the memory of a tensor, if it is known."""
+        """Return the memory that a tensor uses; None if it is not counted."""
         return self._alive.get(unstable.storage_of(tensor))
 
     def counts_what_is_kept(self) -> AbstractContextManager[None]:

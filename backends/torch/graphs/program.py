@@ -107,7 +107,7 @@ class _Writer:
         return known | {node: self._size(node, given, known) for node, given in pairs if node not in known}
 
     def _state(self) -> dict[Node, Node]:
-        """Return the captured graph's placeholders of tensors that the code assigns, with what it assigns to them."""
+        """Return, for each placeholder of a tensor that the code replaces by assignment, the node of the new value."""
         graph = self.captured.module.graph
         placeholders, (results,) = graph.find_nodes(op="placeholder"), graph.output_node().args
         computed = dict(zip(map(id, self.captured.outputs), cast(Any, results), strict=True))
@@ -163,7 +163,7 @@ class _Writer:
 
 
 def _fitting(captured: Captured, writer: _Writer) -> Callable[[Sequence[Any], Any], bool]:
-    """Return a test of arguments, as leaves and a tree, that does not keep the example's alive."""
+    """Return a test whether arguments, as leaves and a tree, fit a graph; it keeps no example's argument alive."""
     nodes = captured.module.graph.find_nodes(op="placeholder")
     shaped = [
         (node.meta["example_value"], given)
@@ -196,7 +196,7 @@ def check_no_autocast() -> None:
 
 
 def _kinds(leaves: Sequence[Any]) -> list[Any]:
-    """Return what a graph depends on in its arguments, except sizes; a tensor that comes twice is one input."""
+    """Return what a graph depends on in its arguments, without sizes: also which of them are the same tensor."""
     places = list(map(id, leaves))
     return [
         (leaf.dtype, leaf.device, leaf.dim(), places.index(id(leaf)))
@@ -242,7 +242,7 @@ def _expand(graph: Graph, node: Node) -> None:
 
 
 def _inline(graph: Graph, inner: GraphModule, node: Node, used: list[Node], mode: Any) -> Any:
-    """Copy the nodes of a graph of operators, each with its fake; return the copies of its results."""
+    """Copy the nodes of ``inner`` into ``graph``, each with its fake; return the copies of the results."""
     placed = dict(zip(inner.graph.find_nodes(op="placeholder"), used, strict=True))
     for one in inner.graph.nodes:
         if one.op == "call_function":

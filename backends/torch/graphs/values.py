@@ -65,7 +65,7 @@ def constant_of(held: Tensor, decider: Decider, *, divides: bool = False) -> Val
 
 
 def value_of(known: Known) -> Value:
-    """Return the flow rule's facts about a value; a dtype that the user chose comes first."""
+    """Return the flow rule's facts about a value: by its dtype alone if the user chose that."""
     declared = known_value(known.declared)
     return declared if declared.state == "other" or isinstance(known.value, list) else known.value
 
@@ -82,7 +82,7 @@ def value_without_floats(operation: str, given: Sequence[Value], constant: Value
 
 
 def value_by_type(known: Known, inputs: Sequence[Known]) -> Any:
-    """Return the facts about a result, considering its dtype: integers that are made of floats are input data."""
+    """Return the facts about a result; by its dtype alone for booleans, and for integers made of floats."""
     is_boolean = isinstance(known.declared, Tensor) and known.declared.dtype == torch.bool
     counted = is_integral(known.declared) and any(is_floating(one.declared) for one in inputs)
     return known_value(known.declared) if counted or is_boolean else known.value
@@ -123,7 +123,7 @@ def _largest_of_dtype(node: Node) -> float:
 
 
 def factor_of(node: Node, operation: str) -> float:
-    """Return the number by which an operation multiplies its operand, or the second of two."""
+    """Return the number by which an operation multiplies its operand; with ``alpha``, the second operand."""
     alpha = node.kwargs.get("alpha")
     return float(alpha) if isinstance(alpha, int | float) else factor(operation, numbers_of(node))
 
@@ -149,7 +149,7 @@ def dtypes_of(fake: Any) -> list[torch.dtype | None]:
 
 
 def target_of(known: Known, dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a value if float32 values are cast to ``dtype``; None casts it to its declared dtype."""
+    """Return ``dtype`` for a value that is declared float32; if that is None, or for others, the declared dtype."""
     declared: torch.dtype = known.declared.dtype
     return dtype if dtype is not None and declared == torch.float32 else declared
 
@@ -192,7 +192,7 @@ class Numbers:
         self._numbers[node] = self._numbers[other] if isinstance(other, Node) else self._literals
 
     def add_call(self, node: Node, operation: str | None) -> None:
-        """Give the result of a call its number. Gradients do not pass it where they are not recorded."""
+        """Give the result of a call its number; where gradients are not recorded, a different one."""
         example = node.meta.get("example_value")
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(example)):  # a size: the text has it
             self._numbers[node] = self._numbering.of("shape", [self._literals], str(example))
@@ -212,7 +212,7 @@ class Numbers:
         return self._numbering.is_constant(self._numbers[node])
 
     def specific(self, node: Node, operation: str) -> str:
-        """Return the operation that a node is, considering its operands."""
+        """Return the canonical name of a node's operation, which can depend on the operands."""
         if operation in ("matmul", "tensordot"):
             return self._product(node, operation)
         if operation not in ("mul", "div", "dot"):
@@ -235,7 +235,7 @@ class Numbers:
 
 
 def _name(node: Node, operation: str) -> str:
-    """Return the name of a call for the numbering: an operation on numbers has one, whatever function computes it."""
+    """Return the name of a call for the numbering: one name for all functions that compute the same numbers."""
     native = native_name(node).partition(".")[0]
     before, after = (one.meta.get("example_value") for one in (next(iter(operands_of(node)), node), node))
     if native == "detach":

@@ -1,4 +1,4 @@
-"""Writes the new graph: copies of nodes on other inputs, the casts between them, and what the user's module has not."""
+"""Writes the new graph: copies of nodes on other inputs, the casts between them, and what the user's module lacks."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ AS_IT_IS = Manner(torch.float32, ())
 
 
 def manner(node: Node, decision: Decision, floating: Sequence[Node], low: torch.dtype) -> Manner:
-    """Return how a node runs after the decision of the flow rule."""
+    """Return the dtypes in which a node runs, by the decision of the flow rule."""
     operation = decision.operation
     data = floating[:1] if operation in WITH_STATISTICS else floating
     if decision.output.state != "low":

@@ -112,7 +112,7 @@ class _Optimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped. Reading it waits for the device if that decided."""
+        """Whether the last step was skipped; if a device decided, reading this waits for the device."""
         return bool(self.optimizer.step_was_skipped)
 
 
@@ -187,7 +187,7 @@ class _UnderPolicy(accelerate.Accelerator):
                 prepared.__class__, prepared.scaler = _Optimizer, None
 
     def _unscaled(self, parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-        """Return the parameters, whose gradients are unscaled now. torch's clipping finds their masters itself."""
+        """Unscale the parameters' gradients; return the parameters. torch's clipping finds the masters itself."""
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = set(map(id, params))
         for optimizer in self.scaler.optimizers:
@@ -199,7 +199,7 @@ class _UnderPolicy(accelerate.Accelerator):
 def _apply(policy: Policy, model: Any) -> None:
     """Convert a model if the policy has 16-bit parameters, and replace its forward pass by one in autocast.
 
-    The replacement has the form that accelerate's ``unwrap_model`` undoes. A model that has one is left as it is.
+    accelerate's ``unwrap_model`` undoes the replacement. A model that is already replaced stays as it is.
     """
     if "_original_forward" in vars(model):
         return

@@ -108,7 +108,7 @@ class _Precision(BaseOfFabric):
         return _default_dtype(self._dtype)
 
     def _wrap(self, optimizer: torch.optim.Optimizer) -> LossScaledOptimizer:
-        """Return the optimizer wrapped, or itself if it is; all share the loss scale of the first."""
+        """Return the optimizer wrapped, unless it already is; all optimizers share the loss scale of the first."""
         first = self.optimizers[0] if self.optimizers else None
         known = (one for one in ALIVE if isinstance(one, LossScaledOptimizer) and optimizer in (one, one.inner))
         wrapped = next(known, None)  # by hand, or for an earlier fit
@@ -259,7 +259,7 @@ class MixedPrecision(_Precision, BaseOfTrainer):
 
 
 class HeldScheduler:
-    """A learning-rate scheduler that does not step after a skipped update; apart from that it is like the scheduler.
+    """A learning-rate scheduler that does not step after a skipped update, and otherwise acts as ``scheduler``.
 
     Args:
         scheduler: the scheduler.

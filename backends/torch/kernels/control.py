@@ -67,13 +67,13 @@ def on_device(state: LossScaleState, device: torch.device) -> LossScaleState:
 
 
 def is_captured() -> bool:
-    """Return whether calls are now captured in a CUDA graph. Do not initialise a GPU that is not in use yet."""
+    """Return whether a CUDA graph is being captured, without initialising a GPU that is not in use yet."""
     started = torch.cuda.is_initialized() and has_context(torch.cuda.current_device())  # type: ignore[no-untyped-call]
     return started and torch.cuda.is_current_stream_capturing()
 
 
 def check_first_use() -> None:
-    """Raise if buffers of all later steps would be created while a CUDA graph is captured, which runs nothing."""
+    """Raise while a CUDA graph is captured: it runs nothing, so buffers made now would be empty in later steps."""
     if is_captured():
         raise UsageError(
             "the first step was called during the capture of a CUDA graph, so each replay would create its state again",
@@ -85,7 +85,7 @@ def check_first_use() -> None:
 
 
 def both(one: bool | Tensor, other: bool | Tensor) -> bool | Tensor:
-    """Return whether two flags are set. Two on devices are combined on that of the first."""
+    """Return whether both flags are set; on the first one's device if both are tensors."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         other = other.to(one.device)
     return one & other

@@ -128,7 +128,7 @@ def _step(
 
 
 def followed(master: Tensor, param: Tensor) -> Tensor:
-    """Return a master, with the parameter's value where the parameter is not the master rounded: it was written to."""
+    """Return a master; where its parameter was written to, so that the two differ, with the parameter's value."""
     return torch.where(is_written(param, master.to(param.dtype)), param.float(), master)
 
 

@@ -1,7 +1,9 @@
 """The optimizers that have a fused kernel, and the numbers that the operators ``torch.ops.polyamp.*`` take from them.
 
-`RULES` has a row for each optimizer. The numbers travel as tensors on the CPU, the only kind of list that every
-binding of PyTorch passes without cost.
+`RULES` has a row for each optimizer. To add one, touch also: its schema and update in operators.py; its kernel in
+``csrc``: update_rules.h, operators.h and .cpp, abi.h, launch.cu, emulate.cpp; its name in autocast/weights.py.
+
+The numbers travel as tensors on the CPU, the only kind of list that every binding of PyTorch passes without cost.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def of(cls, config: LossScale, *, max_norm: float = math.inf, advance: bool = True) -> Settings:
-        """Build from a `LossScale`."""
+        """Return the numbers for a `LossScale`."""
         restart = 0.0 if config.late_growth == "never" else -1.0
         after_growth = -1.0 if config.late_growth == "always" else 0.0
         numbers = (config.growth, config.backoff, config.min, config.max, config.interval, config.hysteresis)
@@ -78,7 +80,7 @@ class Adam(NamedTuple):
 
 
 class SGD(NamedTuple):
-    """The numbers of one group in ``rules`` of ``sgd_step_``, which has two more unused ones."""
+    """The numbers of one group in ``rules`` of ``sgd_step_``, where two more are unused."""
 
     lr: float | Tensor
     momentum: float
@@ -99,7 +101,7 @@ class UpdateRule(NamedTuple):
 
 
 def update_rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
-    """Return the rule for an optimizer's step; None without an operator. Subclasses have none: they may differ."""
+    """Return the row of `RULES` for an optimizer; None for others, and for subclasses, whose step may differ."""
     patched = vars(optimizer).get("step")
     if patched is not None and not getattr(patched, "_wrapped_by_lr_sched", False):
         return None

@@ -24,7 +24,7 @@ class Changes:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []  # of an object, and what they were
 
     def before(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before an operator runs: save the tensors that it will change, if they existed before the step."""
+        """Save the tensors that an operator will change when it runs, if they existed before the step."""
         for tensor in map(unstable.local_shard, _written(op, args, kwargs)):
             key = unstable.storage_of(tensor)
             if key is None or key in self._new or isinstance(tensor, widening.Widened) or not _has_memory(tensor):
@@ -35,7 +35,7 @@ class Changes:
                     self._kept[place] = tensor, tensor.detach().clone(), tensor._version
 
     def made(self, out: Any, args: Sequence[Any]) -> None:
-        """After an operator ran: record that its results are new."""
+        """Record that the results of an operator, which has run, did not exist before the step."""
         results = _storages(widening.tensors([out]))
         if results:
             self._new |= results - _storages(widening.tensors(args))

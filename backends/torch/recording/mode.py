@@ -168,7 +168,7 @@ class Recorder(Watcher):
                 self._row_of[_storage(result)] = self._moved(row, same and operator.keeps, kind, result)
 
     def _forget(self, results: Sequence[Tensor]) -> None:
-        """Forget the rows of these results' memory, which a tensor that was freed may have used before."""
+        """Forget the rows of tensors that were freed and whose memory these results use now."""
         for result in results:
             self._row_of.pop(_storage(result), None)
 
@@ -224,7 +224,7 @@ class Recorder(Watcher):
 
 
 def _in_backward(operator: Operator, node: Any) -> Operator:
-    """Return the facts about an operator inside a node. DistributedDataParallel only averages gradients there."""
+    """Return the facts about an operator in a backward node; DistributedDataParallel's only average there."""
     if node.name() == _ACCUMULATION and operator.name != "add":
         return operator._replace(moves=True, computes=False)
     return operator

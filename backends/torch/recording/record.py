@@ -219,7 +219,7 @@ class _Backward(TorchFunctionMode):
         self._run.loss = loss.detach()
 
     def _note_gradients(self, grads: Any, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
-        """Record gradients that the step computes itself, if they are gradients of leaves."""
+        """Record gradients that the step itself computed by `autograd.grad`, if all of them are of leaves."""
         leaves = [inputs] if isinstance(inputs, Tensor) else list(inputs)
         if all(leaf.is_leaf for leaf in leaves):
             self._note(outputs if isinstance(outputs, Tensor) else outputs[0])

@@ -80,7 +80,7 @@ def _in_sixteen_bits(value: Any) -> Any:
 
 
 def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, wide: bool) -> Any:
-    """Run an operator in float32, or else in 16 bits; write its changes back, and wrap its results."""
+    """Run an operator in float32 if ``wide``, else in 16 bits; write its changes back, and wrap its results."""
     replaced: dict[int, tuple[Tensor, Tensor]] = {}  # each 16-bit argument and its replacement, by the latter's id
 
     def replace(value: Any) -> Any:
@@ -109,7 +109,7 @@ def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, wide: bool)
 
 
 def _write_back(replaced: Mapping[int, tuple[Tensor, Tensor]], written: Sequence[Tensor]) -> dict[int, Tensor]:
-    """Copy an operator's changes to its own arguments, unless they share memory with their replacements."""
+    """Copy an operator's changes from the replacements to its own arguments, and return the changed arguments."""
     changed = {key: own for key, (own, _) in replaced.items() if any(own is one for one in written)}
     for key, own in changed.items():
         target, other = own.value if isinstance(own, Widened) else own, replaced[key][1]
@@ -164,7 +164,7 @@ _ONLY_LOW = {
 
 
 def _can_widen(op: Any, given: Iterable[Tensor]) -> bool:
-    """Return whether float32 works."""
+    """Return whether an operator can run in float32 in place of 16 bits."""
     # It does not for operators of other libraries, whose kernels may only support 16 bits, nor for tensors that contain
     # others, which have their own dtype.
     name = op.name()

@@ -50,15 +50,7 @@ from polyamp.backends.tensorflow.graphs.values import (
     value_of_type,
 )
 from polyamp.backends.tensorflow.operations import OPERATIONS
-from polyamp.flow import (
-    CARRIED,
-    INPUT,
-    NO_FLOATS,
-    TABLE,
-    WEAK,
-    Decision,
-    Value,
-)
+from polyamp.flow import CARRIED, INPUT, NO_FLOATS, TABLE, WEAK, Decision, Value
 from polyamp.formats import format_of
 from polyamp.operations import OPERATIONS as CLASSES
 from polyamp.plan import Decider
@@ -100,9 +92,9 @@ class TypedNode(NamedTuple):
 class Program(Decider):
     """What the passes over the functions of one program share."""
 
-    def __init__(self, policy: Policy, library: Mapping[str, Any], *, fuses: bool = True) -> None:
+    def __init__(self, policy: Policy, library: Mapping[str, Any], traced: Any = None, *, fuses: bool = True) -> None:
         super().__init__(policy)
-        self.library = library
+        self.library, self.traced = library, traced
         self.fuses = fuses and format_of(policy.compute).is_low
         self.low: int = tf.as_dtype(policy.compute).as_datatype_enum
         self.not_entered: dict[str, str] = {}

@@ -40,19 +40,15 @@ REWRITTEN = "rewritten already"
 class Functions(Program):
     """A program whose functions are each decided once for equal arguments."""
 
-    def __init__(self, policy: Policy, library: Mapping[str, Any], traced: Any = None, *, fuses: bool = True) -> None:
-        super().__init__(policy, library, fuses=fuses)
-        self._traced = traced
-
     def settled(self, graph: Graph, arguments: Sequence[Known] = ()) -> Pass:
         """Return a graph's decisions, made again and again until the contents of its lists are known."""
-        decisions = Pass(graph, self, arguments, traced=self._traced)
+        decisions = Pass(graph, self, arguments, traced=self.traced)
         for _ in range(_PASSES - 1):
             self.lists.keep(decisions.known[value].held for value in decisions.graph.returns)
             if not self.lists.settle():
                 break
             self.bodies = {}
-            decisions = Pass(graph, self, arguments, traced=self._traced)
+            decisions = Pass(graph, self, arguments, traced=self.traced)
         return decisions
 
     def decide_special(self, decisions: Pass, node: Node) -> TypedNode | None:
@@ -70,7 +66,7 @@ class Functions(Program):
         key = (name, tuple(arguments), path if self.policy.rules else "")
         if key not in self.bodies:
             graph = Graph.of_function(self.library[name], self.library)
-            traced = graph_of(name, self._traced)
+            traced = graph_of(name, self.traced)
             self.bodies[key] = Pass(graph, self, arguments, path, traced, name)
         return self.bodies[key]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -277,10 +277,6 @@ class GradScaler(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
-
-    def holders(self) -> Iterator[Any]:
-        """Yield the objects that hold data about losses and steps, for `recording.reach.keep`."""
-        yield from (self, self.scaler)
 
     def _look(self, optimizer: torch.optim.Optimizer) -> _Tested:
         """Unscale and test the gradients of a plain optimizer."""

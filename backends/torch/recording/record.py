@@ -136,7 +136,7 @@ class Run:
         scalers = [
             part
             for one in self.reach.all_of(torch.amp.GradScaler)
-            for part in (one.holders() if isinstance(one, GradScaler) else [one])
+            for part in ((one, one.scaler) if isinstance(one, GradScaler) else (one,))
         ]
         self.changes.keep_objects([*windows, PASSES, *scalers])
         for module in self.reach.modules():

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.step.gradients import Gradients
-from polyamp.backends.torch.step.masters import MasterWeights
 from polyamp.backends.torch.step.provenance import WrappedOptimizer
 from polyamp.backends.torch.step.scale import Scaling
 
@@ -33,29 +32,21 @@ class _Overflow(Exception):
 
 def step_reevaluating(
     optimizer: WrappedOptimizer,
-    evaluate: Closure,
-    find: Callable[[], Scaling | None],
+    evaluate: Closure,  # clears the gradients, and calls the closure
+    judge: Callable[[], Scaling | None],
     prepare: Callable[[Scaling], tuple[Tensor, Gradients]],
     *,
-    has_gradients: bool,
+    has_gradients: bool,  # whether a scaled loss has already produced gradients for this step
 ) -> tuple[Any, bool, Scaling | None]:
-    """Make a step of an optimizer that evaluates the closure itself; an evaluation that overflows undoes all of it.
+    """Let an optimizer step that evaluates the closure itself; an evaluation that overflows undoes the whole step.
 
-    Args:
-        optimizer: the wrapped optimizer.
-        evaluate: clears the gradients and calls the closure.
-        find: returns what its gradients are multiplied by; None if there are none.
-        prepare: unscales, tests and clips them; the tensor is 1.0 if they overflowed.
-        has_gradients: whether a scaled loss has already produced gradients for this step.
-
-    Returns:
-        The result of the step, whether it was applied, and the last result of ``find``.
+    Return the step's result, whether it was applied, and what the gradients were multiplied by.
     """
     # This needs one copy of parameters and state.
     inner, masters = optimizer.inner, optimizer.masters
     is_first = isinstance(inner, torch.optim.LBFGS) or not has_gradients
     first = evaluate() if is_first else None
-    scaling = find()
+    scaling = judge()
     if scaling is None or prepare(scaling)[0]:
         return first, scaling is None, scaling
     before, is_passed_on = _Snapshot(inner), not is_first
@@ -67,9 +58,10 @@ def step_reevaluating(
             return first
         if masters is not None:
             masters.update_model()
-            _clear_as_masters(masters)
+            if not any(one.grad is not None and one.grad.any() for one in masters.masters):
+                masters.zero_grad(set_to_none=True)  # as the inner optimizer did, which only knows the masters
         loss = evaluate()
-        scaling = find() or scaling
+        scaling = judge() or scaling
         if scaling is not None and prepare(scaling)[0]:
             raise _Overflow
         return loss
@@ -86,12 +78,6 @@ def step_reevaluating(
             if masters is not None:
                 masters.update_model()
     return result, applied, scaling
-
-
-def _clear_as_masters(masters: MasterWeights) -> None:
-    """Clear the model's gradients if the inner optimizer, which only knows the masters, cleared theirs."""
-    if not any(one.grad is not None and one.grad.any() for one in masters.masters):
-        masters.zero_grad(set_to_none=True)
 
 
 class _Snapshot:

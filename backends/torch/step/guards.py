@@ -7,6 +7,7 @@ that do not fit an optimizer's policy, so that nothing runs in 16 bits or nothin
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Iterable, Sequence, Set
@@ -23,7 +24,6 @@ from polyamp.backends.torch.step import refusals
 from polyamp.backends.torch.step.gradients import Gradient
 from polyamp.backends.torch.step.passes import LISTENERS, OBSERVERS, PASSES, Pass, parts_of
 from polyamp.backends.torch.step.provenance import ALIVE, NEW, WrappedOptimizer
-from polyamp.backends.torch.step.scale import Scaling
 from polyamp.backends.torch.unstable import (
     ask_before_clipping,
     ask_before_joining,
@@ -37,32 +37,13 @@ from polyamp.errors import UsageError, warn_once
 STEPS = 2  # after which a policy that does not fit is reported; the first one can be a warm-up
 
 
-def check_not_shared(optimizer: WrappedOptimizer, scaling: Scaling) -> None:
-    """Refuse gradients that another optimizer of the same parameters has unscaled: they would be divided again."""
-    own: set[int] = set()
-    for other in list(ALIVE):
-        for gradient, left in () if other is optimizer else other.witness.shared:
-            if not gradient.is_there() or (left is not None and left.is_like(scaling)):
-                continue
-            own = own or {id(param) for param in optimizer.model_parameters() if param.grad is not None}
-            if id(gradient.param()) in own:
-                raise UsageError(
-                    "a parameter is in two wrapped optimizers, and the other one has unscaled its gradient",
-                    where="step(), unscale_(), clip_grad_norm_()",
-                    found=f"optimizers around {type(optimizer.inner).__name__} and {type(other.inner).__name__}",
-                    allowed="each parameter in one optimizer",
-                    fix="leave shared (tied) parameters out of one of them; delete an optimizer that is not used any "
-                    "more",
-                )
-
-
 def guard(optimizer: WrappedOptimizer) -> None:
     """Guard the steps of other optimizers, and torch's clipping functions for as long as this optimizer lives."""
     if torch.distributed.is_available():
         ask_before_joining(_check_join)
     if not (optimizer.scaler.multiplies or optimizer.masters is not None):
         return
-    STEP_GUARD.register()
+    _guard_steps()
     ask_before_clipping("optimizers", _clipped)
     weakref.finalize(optimizer, leave_clipping, "optimizers").atexit = False
 
@@ -115,23 +96,13 @@ class Outside:
 
 
 OUTSIDE = Outside()
-OBSERVERS.add(OUTSIDE)
+OBSERVERS[OUTSIDE] = OUTSIDE
 
 
 class StepGuard:
     """A hook before the step of every optimizer: only wrapped optimizers may use gradients that are scaled."""
 
     is_polyamps = True  # see `has_step_pre_hooks`
-
-    def __init__(self) -> None:
-        self._is_registered = False
-
-    def register(self) -> None:
-        """Be called from now on, at little cost where no wrapped optimizer is alive."""
-        # Never removed: a garbage collection would do so inside torch's loop over its hooks, or while Dynamo compiles.
-        if not self._is_registered:
-            self._is_registered = True
-            register_optimizer_step_pre_hook(self)
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if torch.compiler.is_compiling() or not ALIVE:
@@ -155,7 +126,11 @@ class StepGuard:
             raise refusals.not_wrapped(where=name)
 
 
-STEP_GUARD = StepGuard()
+@functools.cache
+def _guard_steps() -> None:
+    """Guard steps from now on, at little cost where no wrapped optimizer is alive."""
+    # Never removed: a garbage collection would do so inside torch's loop over its hooks, or while Dynamo compiles.
+    register_optimizer_step_pre_hook(StepGuard())
 
 
 def _clipped(params: list[Tensor], limit: float, measured: bool) -> list[Tensor]:

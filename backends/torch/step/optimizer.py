@@ -29,24 +29,17 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.autocast.regions import HERE
-from polyamp.backends.torch.dtypes import SIXTEEN_BIT
 from polyamp.backends.torch.step import checkpoints, overflow, passes, refusals, saving
 from polyamp.backends.torch.step.gradients import Gradients, WindowFlags
-from polyamp.backends.torch.step.guards import (
-    STEPS,
-    check_not_shared,
-    guard,
-    look_for_casts,
-    report_hooks,
-    report_policy,
-)
+from polyamp.backends.torch.step.guards import STEPS, guard, look_for_casts, report_hooks, report_policy
 from polyamp.backends.torch.step.masters import make_masters
 from polyamp.backends.torch.step.overflow import Overflow
 from polyamp.backends.torch.step.passes import LISTENERS, update_begins
-from polyamp.backends.torch.step.provenance import ALIVE, Witness, WrappedOptimizer
+from polyamp.backends.torch.step.provenance import ALIVE, WrappedOptimizer
 from polyamp.backends.torch.step.ranks import has_peers
 from polyamp.backends.torch.step.scale import LossScaler, Scaling, losses_in
 from polyamp.backends.torch.step.sharding import check_groups
+from polyamp.backends.torch.step.witness import Witness
 from polyamp.backends.torch.unstable import asked_by_checkpoint, infers_pipeline, not_traced, note_step
 from polyamp.errors import (
     InvalidValueError,
@@ -159,7 +152,7 @@ class LossScaledOptimizer(WrappedOptimizer):
         self.is_decided = False
         self._simple_for = (0, False)  # the number of parameters at the last `Gradients.are_simple`, and its result
         self._fused: FusedStep | None = None
-        self.witness = Witness(self)
+        self.witness: Witness = Witness(self)
         ALIVE.add(self)
         guard(self)
 
@@ -238,7 +231,7 @@ class LossScaledOptimizer(WrappedOptimizer):
         if self.steps < STEPS:
             look_for_casts(self, losses_in(loss))
         scaler = self.scaler.of(loss_id, self.process_group)
-        return passes.scale(scaler, loss, process_group=self.process_group, by=self)
+        return passes.scale(scaler, loss, process_group=self.process_group, by=self.witness)
 
     @not_traced
     def backward(self, loss: Tensor, loss_id: Hashable = None, *more: Any, **options: Any) -> None:
@@ -376,7 +369,7 @@ class LossScaledOptimizer(WrappedOptimizer):
             is_done = self.witness.is_unscaled and not (again or self.witness.has_more)
             if is_done and self.first_with_gradient() is not None:
                 raise refusals.unscaled_already(where="unscale_()", fix="call it once after the last backward()")
-            scaling = self._scaling_of_gradients(scaled)
+            scaling = self.witness.judge(scaled)
             gradients = self._take(remember=True)
             if scaling is None:
                 return gradients
@@ -398,11 +391,11 @@ class LossScaledOptimizer(WrappedOptimizer):
             for scaler in self.scaler.all():
                 if not (scaler.late.copy is None and scaler.decisions.copy is None):
                     scaler.report_earlier_step(overflow.explanation(self), process_group=self.process_group)
-            scaling, operators = self._scaling_of_gradients(scaled), self._operators()  # 1.
+            scaling, operators = self.witness.judge(scaled), self._operators()  # 1.
             if scaling is None:
                 return self._step_without_gradients()
             if operators is not None:
-                applied = operators.step(self, scaling, is_tested=self._has_tested_gradients)  # 2. to 6.
+                applied = operators.step(self, scaling, is_tested=self.witness.has_tested)  # 2. to 6.
                 if applied is not None:
                     explain = overflow.explanation(self, scaling.scaler.loss_was_finite, self.findings.overflowed)
                     self._close(scaling.scaler, applied, explain, left=scaling)
@@ -418,78 +411,6 @@ class LossScaledOptimizer(WrappedOptimizer):
             raise
         finally:
             self.is_stepping = self.is_decided = False
-
-    def _step_with_closure(self, closure: Callable[[], Any], scaled: bool | None) -> Any:
-        """Step with a closure, which makes the gradients: once before the step, or whenever the optimizer calls it."""
-        from polyamp.backends.torch.step.closures import evaluates_once, step_reevaluating  # others do not load it
-
-        allowed, fix = "a function that computes the loss and returns it, or None", "give the function itself"
-        check_callable(closure, where="step(closure)", allowed=allowed, fix=fix)
-        if evaluates_once(self.inner):
-            with torch.enable_grad():
-                loss = closure()
-            self.make_step(scaled)
-            return loss
-
-        def evaluate() -> Any:
-            self.forget_gradients()
-            with torch.enable_grad():
-                return closure()
-
-        find, has_gradients = partial(self._scaling_of_gradients, scaled), self.witness.has_gradients
-        try:
-            result, applied, scaling = step_reevaluating(
-                self, evaluate, find, self._prepare, has_gradients=has_gradients
-            )
-            if scaling is None:
-                self._close(self.scaler, True, None)
-            else:
-                self._finish(applied, scaling)
-            return result
-        except Exception:
-            self.tell_peers()
-            raise
-        finally:
-            self.is_decided = False
-
-    def _step_without_gradients(self) -> Any:
-        """Step as in plain PyTorch, which changes nothing. No loss was tested, so no loss scale advances."""
-        self._take()
-        result = self.inner.step()
-        self._close(self.scaler, True, None)
-        return result
-
-    def _scaling_of_gradients(self, scaled: Any) -> Scaling | None:
-        """Return what the gradients are multiplied by, or refuse what would be wrong, before anything is changed.
-
-        None: there are no gradients, and none were tested, since the backward passes were for other optimizers.
-        """
-        witness = self.witness
-        if not (scaled is None or isinstance(scaled, bool)):
-            where = "step(scaled=), unscale_(scaled=), clip_grad_norm_(scaled=)"
-            fix = "True: multiplied by the loss scale; False: not; leave it out if opt.backward(loss) made them"
-            raise wrong_type(scaled, where=where, allowed="a bool, or None", fix=fix)
-        if scaled and witness.is_unscaled:
-            raise refusals.unscaled_already(where="step(scaled=True)", fix="leave scaled= out after unscale_()")
-        if witness.is_consumed and self.checks:
-            raise refusals.no_backward("the gradients of the last step")
-        with_gradient = self.first_with_gradient()
-        first = None if with_gradient is None else with_gradient.grad
-        if first is None:
-            peers_wait = has_peers(self.process_group)
-            if not (peers_wait or witness.has_seen_a_pass):
-                raise refusals.no_backward("no gradients, and no backward pass since the last step")
-            if not (peers_wait or self._has_tested_gradients or self.findings.losses):
-                return None
-            return witness.scaling or Scaling(self.scaler, self.scaler.state.scale)
-        if first.dtype in SIXTEEN_BIT and self.masters is None and self.masters_wanted is not False:
-            raise refusals.converted_later(first.dtype)
-        if self.masters is not None and witness.model_scaling is not None and self.masters.are_torn():
-            raise refusals.torn()
-        scaling = witness.scaling_of_gradients(self.scaler, declared=scaled)
-        if len(ALIVE) > 1:
-            check_not_shared(self, scaling)
-        return scaling
 
     def _prepare(self, scaling: Scaling, operators: FusedStep | None = None) -> tuple[Tensor, Gradients]:
         """Test, unscale and clip. The tensor is 1.0 if a rank has a gradient that is not finite, else 0.0."""
@@ -546,6 +467,45 @@ class LossScaledOptimizer(WrappedOptimizer):
             report_hooks(self.witness.with_hooks())
         self.witness.close(left or Scaling(scaler, 1.0))
 
+    def _step_with_closure(self, closure: Callable[[], Any], scaled: bool | None) -> Any:
+        """Step with a closure, which makes the gradients: once before the step, or whenever the optimizer calls it."""
+        from polyamp.backends.torch.step.closures import evaluates_once, step_reevaluating  # others do not load it
+
+        allowed, fix = "a function that computes the loss and returns it, or None", "give the function itself"
+        check_callable(closure, where="step(closure)", allowed=allowed, fix=fix)
+        if evaluates_once(self.inner):
+            with torch.enable_grad():
+                loss = closure()
+            self.make_step(scaled)
+            return loss
+
+        def evaluate() -> Any:
+            self.forget_gradients()
+            with torch.enable_grad():
+                return closure()
+
+        witness, judge = self.witness, partial(self.witness.judge, scaled)
+        made = witness.scaling is not None and not witness.from_last_step and self.first_with_gradient() is not None
+        try:
+            result, applied, scaling = step_reevaluating(self, evaluate, judge, self._prepare, has_gradients=made)
+            if scaling is None:
+                self._close(self.scaler, True, None)
+            else:
+                self._finish(applied, scaling)
+            return result
+        except Exception:
+            self.tell_peers()
+            raise
+        finally:
+            self.is_decided = False
+
+    def _step_without_gradients(self) -> Any:
+        """Step as in plain PyTorch, which changes nothing. No loss was tested, so no loss scale advances."""
+        self._take()
+        result = self.inner.step()
+        self._close(self.scaler, True, None)
+        return result
+
     def _operators(self) -> FusedStep | None:
         """Return polyamp's operators, if they are used for the first parameter, with or without a gradient."""
         first: Tensor | None = None
@@ -559,17 +519,6 @@ class LossScaledOptimizer(WrappedOptimizer):
 
             self._fused = FusedStep(self.inner, always=self.fused_step is True)
         return self._fused if self._fused.is_for(first.device) else None
-
-    @property
-    def _has_tested_gradients(self) -> bool:
-        """Whether gradients were tested or unscaled, or a skip was decided, before the step."""
-        witness = self.witness
-        return (
-            witness.is_unscaled
-            or len(witness.contributors) > 1
-            or bool(self.findings.flags)
-            or self.findings.partners is not None
-        )
 
     def _take(self, *, remember: bool = False) -> Gradients:
         """Return the gradients of the parameters in the groups, which masters take from the model's."""

@@ -134,6 +134,7 @@ class Pass:
         self.entry, self.call = entry, call
         self.scaling = scaling  # None: losses of different scales, or also a loss that nobody scaled
         self.handles: list[Any] = []  # of the hooks that bring what arrives to another scale
+        self.onto_left: list[Observer] = []  # those whose gradients are what the last step left
 
     def __call__(self) -> None:
         """Remove the hooks, and end after other callbacks, such as DDP's and FSDP's: they are part of the pass."""
@@ -143,7 +144,7 @@ class Pass:
 
     def end(self) -> None:
         """Let all observers look at what the pass has left."""
-        for observer in list(OBSERVERS):
+        for _, observer in list(OBSERVERS.items()):
             observer.end_of(self)
 
     def __del__(self) -> None:
@@ -213,7 +214,8 @@ class Observer(Protocol):
         """Look at the gradients after a pass."""
 
 
-OBSERVERS: weakref.WeakSet[Observer] = weakref.WeakSet()
+OBSERVERS: weakref.WeakKeyDictionary[object, Observer] = weakref.WeakKeyDictionary()
+"""All observers, each by the object that it observes for, which lives while it is told."""
 
 
 @not_traced
@@ -233,7 +235,7 @@ def _pass_begins(scaling: Scaling, grad: Tensor) -> None:
     begun = PASSES.running[task] = Pass(task, scaling if is_alike else None, entry, call)
     until_backward_ends(begun)
     reached = leaves.keys() & map(id, call.inputs) if call.inputs else leaves.keys()
-    for observer in list(OBSERVERS):
+    for _, observer in list(OBSERVERS.items()):
         observer.prepare_for(begun, reached)
 
 

@@ -151,6 +151,17 @@ def torn() -> UsageError:
     )
 
 
+def unscaled_elsewhere(inner: torch.optim.Optimizer, other: torch.optim.Optimizer) -> UsageError:
+    """Return the error for gradients that another optimizer of the same parameters has unscaled."""
+    return UsageError(
+        "a parameter is in two wrapped optimizers, and the other one has unscaled its gradient",
+        where=_READS_GRADIENTS,
+        found=f"optimizers around {type(inner).__name__} and {type(other).__name__}",
+        allowed="each parameter in one optimizer",
+        fix="leave shared (tied) parameters out of one of them; delete an optimizer that is not used any more",
+    )
+
+
 def loss_not_scaled(*, partly: bool) -> UsageError:
     """Return the error for gradients of an unscaled loss, alone or added to those of a scaled one."""
     how = "; one loss was scaled and another was not" if partly else ""

@@ -269,7 +269,7 @@ class Scaling(NamedTuple):
 
     scaler: LossScaler
     factor: float | Tensor
-    by: int | None = None  # the id of the optimizer whose method was called
+    by: int | None = None  # the id of the witness of the optimizer whose method was called
     finite: bool | Tensor = True  # whether the loss was, as far as this is known
 
     def with_finite(self, other: Scaling) -> Scaling:

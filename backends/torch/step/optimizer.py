@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from polyamp.backends.torch.autocast.regions import HERE
-from polyamp.backends.torch.step import checkpoints, overflow, passes, refusals, saving
+from polyamp.backends.torch.step import overflow, passes, refusals
 from polyamp.backends.torch.step.gradients import Gradients, WindowFlags
 from polyamp.backends.torch.step.guards import STEPS, guard, look_for_casts, report_hooks, report_policy
 from polyamp.backends.torch.step.masters import make_masters
@@ -614,7 +614,11 @@ class LossScaledOptimizer(WrappedOptimizer):
     @property
     def param_groups(self) -> Groups:
         """The inner optimizer's groups, with master weights in place of 16-bit parameters."""
-        return checkpoints.param_groups(self) if asked_by_checkpoint() else self.inner.param_groups
+        if not asked_by_checkpoint():
+            return self.inner.param_groups
+        from polyamp.backends.torch.step import checkpoints  # other programs do not load it
+
+        return checkpoints.param_groups(self)
 
     @param_groups.setter
     def param_groups(self, groups: Groups) -> None:
@@ -623,7 +627,11 @@ class LossScaledOptimizer(WrappedOptimizer):
     @property
     def state(self) -> Any:
         """The inner optimizer's state, by parameter."""
-        return checkpoints.StateNames(self) if asked_by_checkpoint() else self.inner.state
+        if not asked_by_checkpoint():
+            return self.inner.state
+        from polyamp.backends.torch.step import checkpoints
+
+        return checkpoints.StateNames(self)
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -638,7 +646,10 @@ class LossScaledOptimizer(WrappedOptimizer):
         >>> sorted(opt.state_dict())
         ['loss_scale', 'master_weights', 'param_groups', 'state']
         """
-        return checkpoints.state_dict(self) if asked_by_checkpoint() else saving.save(self)
+        is_asked = asked_by_checkpoint()
+        from polyamp.backends.torch.step import checkpoints, saving
+
+        return checkpoints.state_dict(self) if is_asked else saving.save(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Resume bit for bit from a result of `state_dict`; the state keeps its dtypes.
@@ -648,6 +659,8 @@ class LossScaledOptimizer(WrappedOptimizer):
         Raises:
             StateError: it is another kind of state, incomplete, or of other parameters; nothing is changed.
         """
+        from polyamp.backends.torch.step import checkpoints, saving
+
         steps = self.scaler.state.steps
         saving.load(self, checkpoints.read(self, state_dict) if checkpoints.is_checkpoint(state_dict) else state_dict)
         self.has_stepped = False

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from polyamp.flow import AS_WRITTEN, Value, decide, flow
@@ -213,17 +213,20 @@ programs = st.lists(
 
 
 @given(programs, st.sampled_from(COMPUTE))
+@example([("matmul", [0]), ("concat", [0, 4])], "float16")
 def test_in_any_program_a_state_comes_from_work_that_makes_it(
     program: list[tuple[str, list[int]]], compute: str
 ) -> None:
     known, lowered, raised = [WEAK, UNFIT, OTHER, INPUT], {""}, {"a constant", "float64", "an input"}
+    joined = {""}  # to a parameter or a constant
     for name, places in program:
         inputs = [known[place % len(known)] for place in places]
         outcome = by_table(name, *inputs, compute=compute)
         op_class = decide((), name).op_class
         lowered |= {name} if op_class in ("lower", "inner") else set()
         raised |= {name} if op_class == "full" or name == "integer_pow" else set()
-        makers = {"weak": {""}, "input": {""}, "low": lowered - {""}, "strong": raised}
+        joined |= {name} if op_class == "promote" else set()
+        makers = {"weak": joined, "input": {""}, "low": lowered - {""}, "strong": raised}
         assert outcome.output.maker in makers[outcome.output.state]
         neighbour = re.fullmatch("(?:bounded, )?(?:after|next to) (.+)", outcome.reason)
         assert neighbour is None or neighbour[1] in {value.maker for value in inputs} | {"an input"}

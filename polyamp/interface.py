@@ -89,7 +89,7 @@ class Adapter(Protocol):
 
     # For a framework that trains in several processes.
     def least_over_ranks(self, numbers: Sequence[float], /) -> list[float]:
-        """Return the least of each number over all ranks, each of which calls this; alone, a rank gets its own."""
+        """Return the least of each number over all ranks, which must all call this; one rank gets its own."""
 
     # For a framework with ambient autocast: operations are cast while a context is active.
     def autocast_context(self, policy: Policy) -> AbstractContextManager[Any]:

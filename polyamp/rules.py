@@ -35,7 +35,7 @@ def unused(rules: Iterable[Rule], seen: Iterable[tuple[str, str]]) -> list[Rule]
 
 
 def is_untouched(operation: str) -> bool:
-    """Return whether rules do not apply to an operation, such as one on integers, or a cast."""
+    """Return whether no rule applies to an operation, such as a cast or one on integers."""
     entry = OPERATIONS.get(operation)
     return entry is not None and entry.op_class == "keep"
 

@@ -105,7 +105,7 @@ class Finder(MetaPathFinder):
         self._entries = {entry.name: entry for entry in entry_points(group="polyamp.scripts")}
 
     def install(self) -> None:
-        """Become the first finder until the session ends, and begin with what was imported before."""
+        """Become the first finder until the session ends, and set up packages imported before."""
         sys.meta_path.insert(0, self)
         self._session.callback(sys.meta_path.remove, self)
         for name in self._entries.keys() & sys.modules.keys():

@@ -267,9 +267,9 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     def last_step(self) -> StepResult:
         """The result of the last step.
 
-        Outside traced functions, reading it waits for the device and reports the limits ``LossScale(on_min=)`` and
-        ``max_skips=``: compiled steps, such as those of ``fit``, cannot report them. Inside, its properties are the
-        traced values.
+        Outside traced functions, reading it waits for the device, and warns or raises at the limits
+        ``LossScale(on_min=)`` and ``max_skips=``, as compiled steps, such as those of ``fit``, cannot. Inside, its
+        properties are the traced values.
 
         Raises:
             LossScaleError: from `polyamp.skips.report_limits`.

@@ -55,7 +55,7 @@ class LossScaler(ArrayScaler):
         return native.platform_of(tensor)
 
     def place(self) -> Any:
-        """Return what is being traced around the loss scale; None in eager code."""
+        """Return the graph, trace or replica around the loss scale; None if none."""
         return native.place_of(value_of(self.stored.dynamic_scale))
 
     def is_scaled(self, grads: Sequence[Any]) -> bool | None:

@@ -43,7 +43,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Question:
-    """What is compared, how far it may be apart, and when it is looked at; the same for every policy of a call."""
+    """The metric, margin, seeds and error rate of the comparisons; the same for every policy of a call."""
 
     margin: float  # in the metric's unit, or the share of float32's mean
     is_share: bool = False

@@ -358,7 +358,8 @@ class Calibration(Report):
     @property
     def is_safe(self) -> bool:
         """Return whether, with the rules, some loss scale suits every batch and the loss agrees with float32's."""
-        return all(one.is_safe for one in self.after)
+        window = _window(self.after)
+        return all(one.is_safe for one in self.after) and not (window is not None and window.is_empty)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the calibration as JSON values."""
@@ -386,6 +387,8 @@ class Calibration(Report):
         rules = ["rules={", *(f'    "{rule}": "{name}",' for rule, name in self.rules.items()), "}", ""]
         scales = f"safe loss scales: {_scales(self.before)}; with the rules: {_scales(self.after)}"
         left = [f"not safe: {one.advice}" for one in self.after if not one.is_safe]
+        if not self.is_safe:
+            left.append("not safe: a loss scale that one batch needs is too large for another; bfloat16 needs none")
         return [*(rules if self.rules else []), scales, *left[:1]]
 
 
@@ -437,11 +440,16 @@ def calibrate(
     return Calibration(ruled, reasons, before, after)
 
 
+def _window(verdicts: Sequence[Verdict]) -> Window | None:
+    """Return the loss scales that suit every batch; None if all do, since no gradient is in 16 bits."""
+    windows = [one.probe.window for one in verdicts if one.probe.window is not None]
+    return Window(max(one.low for one in windows), min(one.high for one in windows)) if windows else None
+
+
 def _scales(verdicts: Sequence[Verdict]) -> str:
     if any(one.probe.overflowing for one in verdicts):
         return "none, the forward pass overflows"
-    windows = [one.probe.window for one in verdicts if one.probe.window is not None]
-    if not windows:
+    window = _window(verdicts)
+    if window is None:
         return "any, no gradient is in 16 bits"
-    window = Window(max(one.low for one in windows), min(one.high for one in windows))
     return f"none (at least {power(window.low)}, at most {power(window.high)})" if window.is_empty else str(window)

@@ -119,6 +119,17 @@ def test_the_text_shows_what_came_before_and_marks_the_first() -> None:
     assert "layer2" not in str(lines)
 
 
+def test_a_calibration_is_not_safe_if_no_loss_scale_suits_all_batches() -> None:
+    batches = [[observation(GRADIENT, "head", largest)] for largest in (2.0**-30, 2.0**12)]
+    each = tuple(verdict(one, one) for one in batches)
+    assert all(one.is_safe for one in each)
+    found = Calibration(policy("mixed_float16"), {}, each, each)
+    assert not found.is_safe
+    last = str(found).splitlines()[-1]
+    assert last == "not safe: a loss scale that one batch needs is too large for another; bfloat16 needs none"
+    assert "with the rules: none (at least 2^" in str(found)
+
+
 def test_a_calibration_prints_its_rules_to_paste_and_is_json() -> None:
     overflow = [observation(ACTIVATION, "body", 1e6), observation(GRADIENT, "head", 2.0**-10)]
     kept = [observation(ACTIVATION, "body", 1e6, format_name="float32"), overflow[1]]

@@ -158,7 +158,7 @@ def cond(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[
 
 
 def _join(outputs: tuple[Cell, ...]) -> Cell:
-    """Return how all branches hand out one output: in the dtype they share, else in the declared one."""
+    """Return one output as every branch returns it: in the dtype they share, else the declared one."""
     ranks = ["strong", "other", "input", "weak", "low"]
     first = min(outputs, key=lambda cell: ranks.index(cell.value.state))
     dtype = first.dtype if all(cell.dtype == first.dtype for cell in outputs) else first.declared

@@ -59,7 +59,7 @@ def note_call(results: Sequence[Cell], again: Callable[[], Sequence[Cell]]) -> N
 
 
 def is_traced(cell: Cell) -> bool:
-    """Return whether a value is floating-point and still traced, without a number."""
+    """Return whether a value is floating-point (or complex) and traced."""
     return cell.inexact and casting.is_traced(cell.array)
 
 

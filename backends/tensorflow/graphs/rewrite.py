@@ -132,7 +132,7 @@ def _traced_by(fn: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
 
 
 def _called(concrete: Any, decisions: Pass, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """Call the rewritten ``concrete`` while the graph is built that will contain the call."""
+    """Call the rewritten ``concrete`` in the graph that is being built."""
     definition = concrete.function_def
     results = tuple(dtype for _, dtype in decisions.graph.results)
     written: list[Any] = []

@@ -188,7 +188,7 @@ def _may_change_regions() -> bool:
 
 @unstable.constant_when_compiled
 def _marks_within(module_id: int) -> Marks | None:
-    """Return the marks to set before a module; None if its region is the one around it."""
+    """Return the marks to set before a module; None if no other region begins there."""
     region, module = regions.current(), unstable.object_with_id(module_id)
     inside = None if region is None else _region_in(module, region, module)
     if inside is None:

@@ -121,7 +121,7 @@ def _captured(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Raise polyamp's errors for code and arguments that PyTorch refuses inside."""
+    """Turn PyTorch's errors for code and arguments inside into polyamp's own."""
     graph_breaks, failed = unstable.capture_errors()
     try:
         yield

@@ -109,7 +109,7 @@ _ADDING = frozenset({"addmm", "baddbmm", "addbmm", "addmv", "addr"})
 
 
 def plain_target(node: Node) -> Any:
-    """Return what a node calls; for ``x @= y`` of tensors, which have no ``__imatmul__``, the operator ``x @ y``."""
+    """Return what a node calls; for ``x @= y`` it is ``x @ y``, since tensors have no ``__imatmul__``."""
     # As a statement in code that `torch.fx` generates, it would assign the result to the name of ``x``.
     first = node.args[0].meta.get("example_value") if node.args and isinstance(node.args[0], Node) else None
     plain = getattr(operator, f"__{native_name(node)[1:]}__", None)

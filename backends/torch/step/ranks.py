@@ -37,7 +37,7 @@ class RankSet:
         return [BITS * place + bit for place, word in enumerate(words) for bit in range(BITS) if word >> bit & 1]
 
     def includes_this(self) -> bool:
-        """Return whether this rank is one of them."""
+        """Return whether this rank is in the set."""
         return self._here in self.ranks()
 
     def __bool__(self) -> bool:

@@ -141,7 +141,7 @@ def mixed_by_hand() -> UsageError:
 
 
 def torn() -> UsageError:
-    """Return the error for gradients of masters that were clipped, before those of the model were changed."""
+    """Return the error for changes of the model's gradients after those of its masters were clipped."""
     return UsageError(
         "the model's gradients were changed after those of its master weights were clipped",
         where=_READS_GRADIENTS,

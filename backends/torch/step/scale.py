@@ -113,7 +113,7 @@ class LossScaler(OfPolicy):
         return finite
 
     def multiply(self, loss: Tensor, *, finite: bool = True) -> Tensor:
-        """Return one loss in float32 (float64 stays) times the loss scale, or times inf if it may not be finite."""
+        """Return one loss in float32 (float64 stays) times the loss scale, or times inf if it is not finite."""
         wide = loss if loss.dtype in (torch.float32, torch.float64) else loss.float()  # 16 bits would overflow
         scale = self.state.scale
         factor = scale.to(loss.device) if isinstance(scale, Tensor) else self._host_factors(scale)[1]

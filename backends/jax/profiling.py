@@ -69,7 +69,7 @@ def _wait(result: Any) -> Any:
 
 
 class _Event(NamedTuple):
-    """The run of one instruction on a device; events are ordered by their start."""
+    """One run of an instruction on a device; the earlier start sorts first."""
 
     start: float  # in seconds
     end: float
@@ -109,7 +109,7 @@ def _events(file: Path) -> Iterator[_Event]:
 
 
 class _Instruction(NamedTuple):
-    """An instruction, in the words of the program's text."""
+    """An instruction, read from the program's text."""
 
     name: str
     type: str = ""  # of its first result
@@ -122,7 +122,7 @@ class _Instruction(NamedTuple):
 
     @property
     def is_product(self) -> bool:
-        """Return whether it is itself a product, and not a fusion with one."""
+        """Return whether this is a product, not a fusion that contains one."""
         return self.opcode in ("dot", "convolution") or bool(_PRODUCT.search(self.target))
 
 
@@ -157,7 +157,7 @@ class _Program:
         self._products = [found for part in parts for one in part if (found := self._product_in(one))]
 
     def operations(self, events: Iterable[_Event], runs: int) -> Iterator[Timed]:
-        """Yield the operations of the events of some runs, in the order of time."""
+        """Yield a timed operation for each event in order, except for calls and loops."""
         found = {event: self._instruction_of(event) for event in events}
         unsure = [event for event, one in found.items() if one.name != event.instruction and self._product_in(one)]
         if len(unsure) == runs * len(self._products):  # a kernel may serve several products, which run in this order
@@ -202,12 +202,12 @@ class _Program:
 
 
 def _key(name: str) -> str:
-    """Return the name that the kernel of an instruction has, from the instruction's name."""
+    """Return the kernel's name for an instruction's name."""
     return re.sub("[.-]", "_", name)
 
 
 def _updates(text: str) -> set[str]:
-    """Return the stack frames inside an optimizer's update: of optax, or of the wrapper around it."""
+    """Return the numbers of stack frames inside an update of optax or of polyamp's optimizer."""
     files, names = (
         dict(re.findall(r'^(\d+) "(.*)"$', text.partition(f"\n{title}\n")[2].partition("\n\n")[0], re.MULTILINE))
         for title in ("FileNames", "FunctionNames")
@@ -227,7 +227,7 @@ _FRAME = re.compile(r"^(\d+) {file_location_id=(\d+) parent_frame_id=(\d+)", re.
 
 
 def _scopes(path: str) -> list[str]:
-    """Return the scopes of the user in ``jit(step)/transpose(jvp(head))/dot_general``, and the primitive's name."""
+    """Return the user's scopes and the primitive: head, dot_general for ``jit(step)/jvp(head)/dot_general``."""
     parts: list[str] = []
     for part in path.split("/")[1:] if "/" in path else [path]:
         while found := re.fullmatch(r"[\w-]+\((.*)\)", part):

@@ -1,7 +1,7 @@
 """The function `profiler`: how a step runs under TensorFlow's profiler, and what the file of the profiler shows.
 
 In that file an event is a node of a graph, named by its scopes, its name and its type: ``head/MatMul:MatMul``. Its
-dtype is that of the graph's node. The name of a gradient contains that of the node which it differentiates.
+dtype is looked up in the graph. A gradient's name contains the name of its forward node.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Node(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The node's canonical name; kernels of oneDNN have their own prefixes."""
+        """The node's canonical name, found without the prefixes of oneDNN."""
         names = (self.op, *(re.sub(prefix, "", self.op) for prefix in ("^_Mkl(Native)?", "^_(Mkl)?(Native)?Fused")))
         known = (OPERATIONS[name] for name in names if name in OPERATIONS)
         return "call" if "Xla" in self.op else next(known, self.op)
@@ -72,7 +72,7 @@ _GRADIENT = "gradient_tape"
 
 
 def _node(name: str, start: float, end: float) -> _Node | None:
-    """Return the node of an event; None for events of another kind, and for nodes that only run others."""
+    """Return the node that an event names; None for other events and nodes that only run other nodes."""
     found = _EVENT.fullmatch(name)
     if found is None or OPERATIONS.get(found[3]) in ("call", "while_loop", "cond"):
         return None
@@ -81,7 +81,7 @@ def _node(name: str, start: float, end: float) -> _Node | None:
 
 
 def _update_scopes(nodes: list[_Node]) -> set[str]:
-    """Return the outermost scopes that write variables and have no products: those of optimizers."""
+    """Return the outermost scopes of optimizers: those that write variables and have no products."""
     writing = {node.path[0] for node in nodes if "Assign" in node.op or node.op.startswith("ResourceApply")}
     return writing - {node.path[0] for node in nodes if node.name in ("matmul", "conv")} - {_GRADIENT}
 

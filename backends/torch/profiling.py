@@ -1,8 +1,8 @@
 """The function `profiler`: how a step runs under torch.profiler, and what the file of the profiler shows.
 
-In that file an operator is an event of the CPU with its time, the dtypes of its inputs, and inside of it the operators
+In that file an operator is an event of the CPU with its time and the dtypes of its inputs; it encloses the operators
 that it calls. A kernel of a GPU names the operator that launched it. A backward node has the sequence number of the
-operator that it differentiates, so it gets that operator's module path. The ranges of module paths are ours.
+operator that it differentiates, so it gets that operator's module path. polyamp adds the ranges of module paths.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _named(*, paths: bool) -> Iterator[None]:
 
 
 class _Range:
-    """An event of the host, with the one around it and what it does besides the ones inside it."""
+    """A host event, with the event around it, and its work without that of the events inside it."""
 
     operation: Timed  # without a name for what is not an operator
 
@@ -113,7 +113,7 @@ class _Range:
         self.only_calls = False  # whether an operation inside does its work
 
     def does(self, other: _Range) -> bool:
-        """Return whether it is the same work: ``linear`` calls a product of matrices."""
+        """Return whether two events are the same work, as ``linear`` and its product."""
         name, one = self.operation.name, other.operation.name
         return bool(name) and (name == one or (is_product(name) and is_product(one)))
 
@@ -180,7 +180,7 @@ def _nested(events: Sequence[Any]) -> list[_Range]:
 
 
 def _of_kernel(kernel: Mapping[str, Any], operation: Timed | None) -> Timed:
-    """Return the operation that launched a kernel; without one, what the kernel's name tells."""
+    """Return the operation that launched a kernel, else one named after the kernel."""
     if operation is None or operation.name == "call":
         operation = Timed("matmul" if _PRODUCT.search(kernel["name"]) else kernel["name"])
     return operation._replace(seconds=kernel["dur"] / 1e6)

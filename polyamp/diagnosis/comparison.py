@@ -89,7 +89,7 @@ class Comparison:
 
     @property
     def name(self) -> str:
-        """The policy's text, cut where it is long; for a control its name."""
+        """The policy's text, cut if long; for a negative control, its name."""
         return self.control or (self.policy if len(self.policy) <= 60 else f"{self.policy[:59]}…")
 
     @property
@@ -110,7 +110,7 @@ class Comparison:
 
     @property
     def differences(self) -> list[float]:
-        """The difference of each seed from float32, if it is finite."""
+        """The finite differences from float32, one for each seed."""
         values = ([run.value(self.question.metric) for run in runs] for runs in (self.runs, self.reference))
         return list(filter(math.isfinite, map(sub, *values)))
 
@@ -128,12 +128,12 @@ class Comparison:
 
     @property
     def reason(self) -> str:
-        """Why, if the numbers alone do not show it; else empty."""
+        """The verdict's reason if the numbers do not show it; else empty."""
         return self._decision[1]
 
     @property
     def more_seeds(self) -> int | None:
-        """The number of seeds that would tell four times in five; None if the verdict is clear, or no number would."""
+        """The number of seeds that would decide four times in five; None if decided, or if no number would."""
         if self.verdict != "not yet known" or self.reason or self.difference is None:
             return None
         return seeds_to_tell(self.difference, self.limit, self.seeds)
@@ -216,7 +216,7 @@ class Parity(Report):
         return tuple(way for way in self.ways if way.control and way.policy == comparison.policy)
 
     def can_tell(self, comparison: Comparison) -> bool:
-        """Return whether a negative control ended worse or better than float32, or none exists."""
+        """Return whether one of a policy's negative controls differs from float32, or there are none."""
         controls = self.controls_of(comparison)
         return not controls or any(way.verdict in ("worse", "better") for way in controls)
 

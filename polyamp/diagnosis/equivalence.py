@@ -1,4 +1,4 @@
-"""Two one-sided t-tests of a difference of means, and when they are looked at: the statistics of `polyamp.parity`.
+"""The statistics of `polyamp.parity`: two one-sided t-tests of a difference of means, and when they are made.
 
 Worked example: five seeds, each trained in float32 and in 16 bits. The losses differ by 0.001 on average. The margin is
 0.01.
@@ -33,7 +33,7 @@ EARLY_SHARE = 0.2  # the share of alpha that the looks before the last have toge
 
 
 def alpha_at(look: int, seeds: int, alpha: float, stop_early: bool) -> float | None:
-    """Return the error rate of the look after ``look`` of ``seeds`` seeds; None if there is no look."""
+    """Return the error rate for a verdict after ``look`` of ``seeds`` seeds; None if none is due."""
     # A test that is repeated after every seed until it passes passes too often. By the inequality of Bonferroni the
     # first verdict is wrong with a chance of at most the sum of the looks' rates, which is alpha.
     early = range(FIRST_LOOK, seeds) if stop_early else range(0)
@@ -81,7 +81,7 @@ class Difference:
 
 
 def paired(differences: Sequence[float], *, alpha: float) -> Difference:
-    """Return the mean of differences, each of one seed: the same weights and the same order of the data."""
+    """Return the mean of differences between runs of the same seed (same weights, same order of data)."""
     error = math.sqrt(variance(differences) / len(differences))
     return Difference(mean(differences), error, len(differences) - 1, alpha)
 

@@ -1,4 +1,4 @@
-"""What goes wrong in training unseen: the table `CHECKS` judges the plan of a step and what holds its parameters.
+"""Finds what goes wrong unseen in training: the table `CHECKS` judges a step's plan, optimizer and parameters.
 
 The run time itself refuses or reports an optimizer that is wrapped twice or for another policy, a loss that nobody
 scaled (except in JAX), a rule that matches nothing, a policy under which nothing is lowered, and a device without units
@@ -128,7 +128,7 @@ def lint(
     rows: int | None = None,
     **kwargs: Any,
 ) -> Findings:
-    """Report what will go wrong in training under a policy and cannot be seen while it runs, from the step's plan.
+    """Report, from a step's plan, what will go wrong in training under a policy without being seen.
 
     >>> import torch
     >>> model = torch.nn.Linear(16, 16)
@@ -181,7 +181,7 @@ def takes(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class Case(NamedTuple):
-    """What is judged."""
+    """The facts that checks judge."""
 
     policy: Policy
     holder: Holder
@@ -203,7 +203,7 @@ class Check(NamedTuple):
 
 
 def judge(case: Case) -> Findings:
-    """Apply every check. Faults that differ only in their places are one finding."""
+    """Apply every check, and merge faults that differ only in their places."""
     found: list[Finding] = []
     for code, (severity, find, what, fix) in CHECKS.items():
         faults = list(find(case))
@@ -247,7 +247,7 @@ def _no_masters(case: Case) -> Iterator[Fault]:
 
 
 def _casts(case: Case, *, is_foreign: bool) -> Iterator[Fault]:
-    """Yield casts to 16 bits. A foreign one is to a format that is not the policy's."""
+    """Yield the code's own casts to the policy's format, or if ``is_foreign`` to another."""
     for op in case.operations:
         _, is_one, target = op.reason.partition(BY_HAND)
         if is_one and (target != case.policy.compute) == is_foreign:

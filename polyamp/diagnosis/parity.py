@@ -117,7 +117,7 @@ def parity(
         stop_early: whether to stop a comparison as soon as it is clear.
         first_seed: the seeds are this one and those that follow it.
         keep: a file to which every finished run is added, one line of JSON each. Runs that it has of this function,
-            policy and seed are not trained again: after an interruption, call the same again.
+            policy and seed are not trained again, so an interrupted call can simply be repeated.
         progress: True writes a line for each run to standard error, False nothing; or a function that is called with
             ``(runs done, runs in all, text)``.
 
@@ -166,7 +166,7 @@ Progress = bool | Callable[[int, int, str], object]
 
 @dataclass
 class _Study:
-    """The runs of one call, as they come."""
+    """The runs of a `parity` call so far."""
 
     call: Callable[[Policy, int], Any]
     name: str  # of the training function
@@ -182,7 +182,7 @@ class _Study:
             self.question = self._named(self.question.metric)
 
     def train(self, ways: Mapping[tuple[Policy, str], Policy], seeds: range, progress: Progress) -> None:
-        """Train the next seed under every policy whose verdict is still open."""
+        """Train seed after seed under every policy with an open verdict."""
         self.runs = {way: [] for way in ways}
         parts, total = itertools.count(1), len(seeds) * (len(ways) + 1)
 
@@ -204,7 +204,7 @@ class _Study:
                     self.runs[policy, control].append(self._run(ways[policy, control], title, seed, done))
 
     def _is_open(self, way: tuple[Policy, str]) -> bool:
-        """Return whether more runs would tell more. A control serves to doubt that its policy is equivalent."""
+        """Return whether more runs would help: a control's only while its policy can still be equivalent."""
         policy, control = way
         if not self.runs[way]:
             return True
@@ -256,7 +256,7 @@ class _Study:
         return replace(self.question, metric=metric, better=self.better or better_of(metric))
 
     def compare(self, way: tuple[Policy, str]) -> Comparison:
-        """Return what the runs of one policy, or of a control of it, show so far."""
+        """Return the comparison of a policy's or control's runs so far."""
         policy, control = way
         runs, reference = tuple(self.runs[way]), tuple(self.float32[: len(self.runs[way])])
         return Comparison(str(policy), runs, reference, self.question, control)
@@ -304,7 +304,7 @@ def _name(train: Any) -> str:
 
 
 def _caller(train: Callable[..., Any]) -> Callable[[Policy, int], Any]:
-    """Return how to call the function: with policy and seed by name if it has these names, else one after the other."""
+    """Return a function of policy and seed that calls ``train``: by keyword if it has these names, else by position."""
     found = shown(train)
     if callable(train):
         try:
@@ -389,7 +389,7 @@ def read_runs(path: Path) -> dict[Key, Run]:
 
 
 def add_run(path: Path, key: Key, run: Run) -> None:
-    """Add a run to a file, as one line that is written at once, after a line that another process may have cut."""
+    """Append a run to a file as one line, in one write; if the last line there was cut, start a new line."""
     metrics = {name: finite(value) for name, value in run.metrics.items()}
     line = json.dumps({"train": key[0], "policy": key[1], **run._asdict(), "metrics": metrics})
     with path.open("ab+", buffering=0) as file:

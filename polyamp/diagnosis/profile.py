@@ -48,7 +48,7 @@ NOTABLE, OFTEN = 0.02, 0.1
 
 
 class Timed(NamedTuple):
-    """The time of an operation in all runs of a step."""
+    """One run of an operation, with its time."""
 
     name: str  # canonical name (`polyamp.operations`), else the framework's
     where: str = ""  # scope or module path, joined by ``/``; that of the forward pass for a gradient. Empty if unknown
@@ -58,7 +58,7 @@ class Timed(NamedTuple):
 
     @property
     def kind(self) -> Kind:
-        """The kind of work that this is."""
+        """The operation's kind of work."""
         operation = OPERATIONS.get(self.name)
         if self.is_update:
             return "optimizer"
@@ -83,7 +83,7 @@ class Trace(NamedTuple):
 
 
 class Profiler(NamedTuple):
-    """How an adapter profiles a step, which has run before."""
+    """An adapter's functions to profile a step that has run."""
 
     framework: str  # the adapter's name
     call: Callable[..., object]  # the step under its policy
@@ -93,7 +93,7 @@ class Profiler(NamedTuple):
     fresh: Callable[[Any], Any] = lambda arguments: arguments  # copies what a run deletes
 
     def seconds(self, batch: Iterable[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> float:
-        """Run the step with some arguments, and return the time."""
+        """Run the step on all arguments in ``batch``, and return the seconds."""
         start, result = time.perf_counter(), None
         for args, kwargs in batch:
             result = self.call(*args, **kwargs)
@@ -102,7 +102,7 @@ class Profiler(NamedTuple):
 
 
 def union(spans: Iterable[tuple[float, float]]) -> float:
-    """Return the length of the time that is in at least one of these spans."""
+    """Return the total length of these spans, with overlaps counted once."""
     total, last = 0.0, -math.inf
     for start, end in sorted(spans):
         total += max(end - max(start, last), 0.0)
@@ -125,7 +125,7 @@ class Work(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Return the operation with its path, as in a rule; of casts, the path."""
+        """Return the path and the operation, as in a rule; for casts, the path."""
         if self.kind == "casts":
             return self.where or "no known path"
         return f"{self.where}/{self.name}" if self.where else self.name
@@ -164,7 +164,7 @@ class Profile(Report):
         draw_profile(path, self.heading().partition("\n")[0], kinds, places)
 
     def _named(self, kind: Kind) -> str:
-        """Return the name of a kind of work; for the time without operations it depends on the device."""
+        """Return the name of a kind of work; for time without operations the device decides the name."""
         host = "between operations" if self.device == "cpu" else "waiting for the host"
         return host if kind == "host" else kind
 
@@ -217,7 +217,7 @@ class Profile(Report):
 
 
 def _about(works: Sequence[tuple[Work, str]], what: str, least: float = NOTABLE) -> str:
-    """Return a sentence about some work, each with a word about it; empty if its share of a step is less."""
+    """Return a sentence about work, each place with its words; empty if the share of a step is below ``least``."""
     total = sum(one.share for one, _ in works)
     if total < least:
         return ""
@@ -301,7 +301,7 @@ def profile(
 
 
 def add_up(operations: Iterable[Timed], runs: int, seconds: float, busy: float, plan: Plan | None) -> tuple[Work, ...]:
-    """Return the operations of some runs by kind, name, format and place. They share the busy part of a step."""
+    """Add up operations by kind, name, format and place, with shares of a step whose sum is ``busy``."""
     groups = defaultdict[tuple[Kind, str, str, str], list[float]](list)
     for one in operations:
         formats = "" if one.kind == "casts" else ", ".join(one.formats)
@@ -318,7 +318,7 @@ def add_up(operations: Iterable[Timed], runs: int, seconds: float, busy: float, 
 
 
 def shares_of(work: Iterable[Work]) -> dict[Kind, float]:
-    """Return the share of a step by kind of work; the sum is 1. What is left is the host's."""
+    """Return the share of a step by kind of work; the host has what is left of 1."""
     shares: dict[Kind, float] = dict.fromkeys(get_args(Kind), 0.0)
     for one in work:
         shares[one.kind] += one.share
@@ -356,7 +356,7 @@ def _why(kind: Kind, name: str, formats: str, here: Sequence[PlannedOperation]) 
 def _plan_of(
     step: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy | None, backend: str | None
 ) -> tuple[Plan | None, str]:
-    """Return the plan of a step as it runs; or why there is none."""
+    """Return a step's plan with "", or None with why there is no plan."""
     try:
         if policy is None and hasattr(type(step), "plan"):  # a rewritten function
             return step.plan, ""

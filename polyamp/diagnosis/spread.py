@@ -179,7 +179,7 @@ def _flush_exponent(found: Format) -> int:
 
 
 def _shifted(values: Sequence[float], by: int) -> list[float]:
-    """Return the values moved by some places; values that leave at an end are added to the last place there."""
+    """Return the values shifted by some indices; values shifted beyond an end are added up at that end."""
     moved = [0.0] * len(values)
     for place, value in enumerate(values):
         moved[min(max(place + by, 0), len(values) - 1)] += value

@@ -84,8 +84,8 @@ _ONLY_ON_CUDA = {
 def behaviour(operator: str, region: Region, device_type: str) -> str | None:
     """Return the class that an operator gets in a region; None leaves the operator to native autocast.
 
-    Some are not classes of a policy: ``lower mixed`` and ``full mixed`` are for operands of different formats and leave
-    others to native autocast. ``norm`` brings data and parameters to float32 where a norm's kernels refuse them.
+    Some are not classes of a policy: ``lower mixed`` and ``full mixed`` cast operands of different formats, and leave
+    other calls to native autocast. ``norm`` brings data and parameters to float32 if a norm's kernels refuse them.
     """
     native = category(operator, device_type)
     decision = decide(region.rules, class_name(operator))
@@ -146,7 +146,7 @@ def overridden_by_rules(region: Region, device_type: str) -> Iterator[str]:
 
 
 def native_class(operation: str, device_type: str, dtype: torch.dtype) -> str:
-    """Return the class that a canonical operation has under autocast without rules; empty if it is in no list."""
+    """Return an operation's class under autocast without rules; empty if no list has the operation."""
     sources = OPERATIONS[operation].sources if operation in OPERATIONS else {}
     listed = "full" if operation in _FULL_HERE else sources.get(_list_of(device_type))
     if listed is None and device_type == "cpu" and dtype is torch.float16:
@@ -217,7 +217,7 @@ def registered(device_type: str) -> frozenset[str]:
 
 
 def category(operator: str, device_type: str) -> str:
-    """Return what native autocast does with an operator: a class, ``banned``, ``unlisted``, or ``unknown`` here."""
+    """Return native autocast's class of an operator, ``banned``, ``unlisted``, or ``unknown`` to polyamp."""
     if operator not in registered(device_type):
         return "unlisted"
     if (operator, device_type) == ("aten::batch_norm", "mps"):  # in addition to the CUDA list

@@ -1,7 +1,7 @@
-"""The compiled kernels of overridden operations (``csrc/autocast.cpp``), used if the extension is.
+"""The compiled kernels of overridden operations (``csrc/autocast.cpp``), if the extension is used.
 
-They replace the kernels of `overrides` and `weights`, and cost a fraction. They ask Python for two things: the region
-of a function that runs again, and what a region does with an operator. They remember the second.
+They replace the kernels of `overrides` and `weights`, at a fraction of the cost. They ask Python for the region of a
+function that a checkpoint runs again, and for the class of an operator in a region, which they remember.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Choose = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
 class Kernels:
-    """The loaded library; a process has one, since its registrations stay."""
+    """The loaded library; a process has only one, since kernels stay registered."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         # A PyDLL keeps the interpreter's lock: releasing it would take longer than these functions.

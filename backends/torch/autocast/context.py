@@ -36,8 +36,8 @@ def autocast(policy: Policy | str) -> Entered | AbstractContextManager[None]:
     A region belongs to the thread that enters it, also holds in functions that activation checkpointing runs again, and
     can be entered around and inside code under ``torch.compile(fullgraph=True)``. Enter a new one each time;
     `polyamp.autocast` returns an object that can be entered many times. In float16 on the CPU, CUDA's list applies to
-    operations that the CPU's list leaves out (exponentials, sums, norms); in bfloat16, where PyTorch would raise.
-    Operations out of place on inputs of different formats run in float32. A torch.autocast region inside has its own
+    operations that the CPU's list leaves out (exponentials, sums, norms); in bfloat16, only if PyTorch would raise.
+    Out-of-place operations on inputs of different formats run in float32. A torch.autocast region inside has its own
     settings; the outer region holds again after it.
 
     >>> from polyamp import policy
@@ -104,7 +104,7 @@ def _native(device_type: str, compute: str) -> torch.autocast:
 
 @contextmanager
 def _traced(policy: Policy) -> Iterator[None]:
-    """Enter a region while Dynamo captures a graph, by marks in native autocast's state: a graph has no other state."""
+    """Enter a region in a graph that Dynamo captures, as marks in native autocast's state: a graph has no other."""
     # the fields of the policy that autocast needs, in types that Dynamo compares by value
     rules = tuple((rule.pattern, rule.op_class) for rule in policy.rules)
     marks = _traced_mark(policy.param, policy.compute, policy.output, rules)
@@ -125,7 +125,7 @@ def _traced_mark(param: str, compute: str, output: str, rules: tuple[tuple[str, 
 
 @cache
 def _region_of(param: str, compute: str, output: str, rules: tuple[Rule, ...]) -> Region | None:
-    """Return the region of a policy with these formats and rules, after registering the kernels that it needs."""
+    """Return the region of a policy, with its kernels registered; None if the policy computes in 32 bits."""
     if compute.startswith("float8"):
         raise UnsupportedError(
             "torch.autocast has no 8-bit formats",

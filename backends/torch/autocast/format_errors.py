@@ -1,8 +1,8 @@
-"""Errors of PyTorch about formats in a region, as polyamp's own, with what to do.
+"""Turns PyTorch's errors about formats in a region into polyamp's, with a remedy.
 
-Native autocast lowers some operations and leaves others alone, so tensors of two formats meet. What is out of place
-promotes them. PyTorch refuses to write one into the other, and what its kernels do not have. The error is looked at
-where it leaves the region, so programs that run pay nothing. For example, with ``low`` in float16::
+Native autocast lowers some operations and leaves others alone, so tensors of two formats meet. Out-of-place
+operations promote them. PyTorch refuses to write one into the other, and formats that a kernel lacks. Only an error
+that leaves the region is examined, so programs that run pay nothing. For example, with ``low`` in float16::
 
     torch.zeros(2, 2).index_add(0, rows, low)  # float32
     torch.zeros(2, 2).index_add_(0, rows, low)  # a FormatError; its cause: "self (Float) and source (Half) must have.."
@@ -92,11 +92,11 @@ _REFUSALS = (
 
 
 class _NoKernelError(FormatError, NotImplementedError):
-    """A `FormatError` that is also of the type that PyTorch raises."""
+    """A `FormatError` that is also PyTorch's NotImplementedError."""
 
 
 def raise_explained(error: BaseException | None) -> None:
-    """Raise a `FormatError` from an error of PyTorch's about formats; return for every other error."""
+    """Raise a `FormatError` for an error of PyTorch about formats; do nothing for other errors."""
     if not isinstance(error, RuntimeError) or isinstance(error, PolyampError):
         return
     message = str(error)

@@ -44,14 +44,14 @@ _left: dict[tuple[str, str], Any] = {}
 
 @contextmanager
 def _overriding() -> Iterator[None]:
-    """Suppress a warning that torch shows once for all overrides."""
+    """Suppress torch's warning that a kernel is overridden."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         yield
 
 
 def leave_to_operator(name: str, device_type: str) -> None:
-    """Make native autocast skip an operator until a rule overrides it. The skipped call costs nothing."""
+    """Make native autocast pass an operator through at no cost, until a rule overrides the operator."""
     with _lock:
         key = (name, device_type)
         if key in _left or key in _overridden:
@@ -62,7 +62,7 @@ def leave_to_operator(name: str, device_type: str) -> None:
 
 
 def override(name: str, device_type: str, *, required: bool = True) -> None:
-    """Register polyamp's kernel for an operator on a device type, compiled if the extension is in use."""
+    """Register polyamp's kernel for an operator on a device type: compiled if the extension is used."""
     compiled = boxed.kernels(required=required)
     with _lock:
         if (name, device_type) in _overridden:
@@ -81,7 +81,7 @@ def override(name: str, device_type: str, *, required: bool = True) -> None:
 
 
 def _is_listed(name: str, device_type: str) -> bool:
-    """Return whether native autocast has a kernel for the operator, to call where no region overrides it."""
+    """Return whether native autocast has a kernel to call where no region overrides the operator."""
     return name in registered(device_type) - PROMOTING
 
 
@@ -112,7 +112,7 @@ def _kernel(name: str, device_type: str) -> Callable[..., Any]:
 
 
 def call_as(op_class: str, op: Any, canonical: str, device_type: str, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a function that calls ``op`` as a class asks; as it is, if the class is about float32 and gets a dtype."""
+    """Return a function that calls ``op`` in a class's formats; a ``dtype`` in the call beats ``full``, ``inner``."""
     names = [argument.name for argument in unstable.schema_arguments(op) if not argument.kwarg_only]
     place = names.index("dtype") if "dtype" in names else len(names)
     count = 1 if canonical in WITH_STATISTICS else len(names)
@@ -189,7 +189,7 @@ def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
 
 
 def _native(name: str, device_type: str, op: Any, key: unstable.AutocastKey) -> Callable[..., Any]:
-    """Return the kernel that runs without an override: native autocast's kernel, or the kernel of the next key."""
+    """Return the kernel that runs without an override: native autocast's, or the next dispatch key's."""
     if _is_listed(name, device_type):
         kernel = torch.library.get_kernel(name, key.name)
         return lambda keyset, args, kwargs: kernel.call_boxed(keyset, *args, **kwargs)
@@ -201,7 +201,7 @@ def _native(name: str, device_type: str, op: Any, key: unstable.AutocastKey) -> 
             return op(*args, **kwargs)
 
     def composite(keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the operators inside, which autocast by themselves; only a plain call converts numbers to tensors."""
+        """Run the operators inside, which autocast themselves; convert numbers to tensors by a plain call."""
         for index in others:
             if index < len(args) and not isinstance(args[index], Tensor):
                 return plain(keyset, args, kwargs)

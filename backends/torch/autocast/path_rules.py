@@ -1,4 +1,4 @@
-"""Apply rules to the paths of modules: while a module runs whose path a rule matches, another region is entered.
+"""Applies rules to the paths of modules: a module whose path a rule matches runs in another region.
 
 Inside that module the rule names operations instead of the module, so that everything else (marks for compiled code,
 functions that run again) is as in any region. With ``rules={"decoder": "full", "head/softmax": "lower"}``:
@@ -7,8 +7,8 @@ functions that run again) is as in any region. With ``rules={"decoder": "full", 
 - inside ``head`` it has ``decoder: full`` and ``softmax: lower``;
 - elsewhere the region of the policy holds.
 
-Paths are those inside the outermost module that was called in a region. Hooks on all modules enter and leave these
-regions, from the first region with rules on; Dynamo inlines the hooks.
+Paths start inside the outermost module that was called in a region. From the first region with rules on, hooks on
+all modules enter and leave these regions; Dynamo inlines the hooks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _roots: Counter[Region] = Counter()  # how often the modules of a root were name
 
 
 def _region_in(module: nn.Module, region: Region, root: nn.Module) -> Region | None:
-    """Return the region that begins where a module is called in a region; None if nothing changes there."""
+    """Return the region to enter when a module is called in a region; None to stay in that region."""
     whole = region.whole
     if not whole.rules:
         return None
@@ -67,7 +67,7 @@ def _find_regions(root: nn.Module, whole: Region, regions: dict[int, Region]) ->
 
 
 def _rules_at(whole: Region, path: str) -> dict[Rule, Rule]:
-    """Return the policy's rules that match a path; each maps to a rule for the operations there."""
+    """Return the policy's rules that match a path, each with the rule that replaces it there."""
     here: dict[Rule, Rule] = {}
     for rule in whole.rules:
         *outer, last = re.split(r"[./]", rule.pattern)
@@ -79,7 +79,7 @@ def _rules_at(whole: Region, path: str) -> dict[Rule, Rule]:
 
 
 def _region_with(whole: Region, matched: dict[Rule, Rule]) -> Region:
-    """Return a policy's region in which some rules are replaced."""
+    """Return a policy's region with ``matched`` rules replaced."""
     if not matched:
         return whole
     region = Region(whole.dtype, tuple(matched.get(rule, rule) for rule in whole.rules), rules_outside=whole.rules)
@@ -96,7 +96,7 @@ _reported: dict[Region, int] = {}  # the count of roots when a policy's region w
 
 
 def report_unused(region: Region) -> None:
-    """Warn of a policy's rules that match no operation, and no module that has run in its region."""
+    """Warn of a policy's rules that match neither an operation nor a module that ran in the region."""
     seen = _roots[region]
     if not region.rules or _reported.get(region) == seen:
         return
@@ -163,7 +163,7 @@ def _enter(module: nn.Module) -> None:
 
 
 def _stay_for_another_run() -> None:
-    """Keep the hooks for a checkpointed function, which runs again in the backward pass."""
+    """Keep the hooks while a checkpointed function can run again in a backward pass."""
     graph = unstable.checkpointing()
     if graph is not None:
         HOOKS.stay_for(graph)
@@ -209,7 +209,7 @@ def _marks_within(module_id: int) -> Marks | None:
 
 @unstable.constant_when_compiled
 def _marks_behind(module_id: int) -> Marks | None:
-    """Return the marks that `_marks_within` found. Entries above its own are left from traces that were given up."""
+    """Return the marks to restore after a module, and drop newer entries, which abandoned traces have left."""
     found = [index for index, (entered, _) in enumerate(_here.traced) if entered == module_id]
     if not found:
         return None

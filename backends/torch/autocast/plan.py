@@ -1,4 +1,4 @@
-"""The plan of one run under `polyamp.autocast`, which is recorded: what `explain` does where there is no graph."""
+"""Records a run under `polyamp.autocast` as a plan, which is how `explain` works where there is no graph."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def run_on_fakes(
     watcher: Callable[[Run, Policy], OnFakes],
     grown: Callable[[Any, Any], Any] = lambda leaf, fake: fake,
 ) -> Any:
-    """Run a function on tensors without data while a watcher follows it; ``grown`` may change those of arguments."""
+    """Run a function on tensors without data under a watcher; ``grown`` can replace the arguments' tensors."""
     mode = unstable.fake_mode_for([*leaves((args, kwargs)), *Reach(fn, args, dict(kwargs)).parameters()])
 
     def fake(leaf: Any) -> Any:
@@ -96,7 +96,7 @@ def _run_really(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], policy:
 
 
 def _drop_from_caches(left: Sequence[Tensor]) -> None:
-    """Clear the caches of functions that kept fakes: they would return them in later calls."""
+    """Clear functions' caches that hold these fake tensors, or later calls would get them."""
     level: list[Any] = list(left)
     for _ in range(4 if level else 0):  # a function's result, its entry, a list or dictionary, the cache
         level = [one for one in gc.get_referrers(*level) if one is not level and not isinstance(one, FrameType)]
@@ -106,7 +106,7 @@ def _drop_from_caches(left: Sequence[Tensor]) -> None:
 
 
 class OnFakes(Watcher):  # type: ignore[no-untyped-call]
-    """Watches the memory of a run, which may be one on tensors without data."""
+    """Watches the memory of a run, on tensors with or without data."""
 
     def __init__(self, run: Run, policy: Policy) -> None:
         super().__init__(False, run.changes)
@@ -122,10 +122,10 @@ class OnFakes(Watcher):  # type: ignore[no-untyped-call]
 
     @abstractmethod
     def follow(self, mode: AbstractContextManager[Any]) -> Any:
-        """Watch the run in a mode."""
+        """Watch the run under ``mode``."""
 
     def _run_on_fakes(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operator, also recurrent layers, of whose memory PyTorch's fakes know nothing."""
+        """Run an operator; add the memory of recurrent layers, which fake tensors do not show."""
         if op is not _CUDNN_BACKWARD or not unstable.is_fake(args[0]):
             out = op(*args, **kwargs)
             return _with_reserve(out, op, args) if op in _RECURRENT and unstable.is_fake(out[0]) else out
@@ -148,7 +148,7 @@ _GATES = {2: 4, 3: 3}  # by cuDNN's number of the layer: LSTM and GRU
 
 
 def _with_reserve(out: Any, op: Any, args: Sequence[Any]) -> Any:
-    """Return the results of a recurrent layer with the memory that it keeps, which only its kernel knows."""
+    """Return a recurrent layer's results with the memory it keeps, whose size a run on zeros shows."""
     with unstable.with_data(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the memory of the weights
         real = op(*pytree.tree_map_only(Tensor, _zeros, args))
@@ -170,7 +170,7 @@ class _Explainer(OnFakes):  # type: ignore[no-untyped-call]
         self._casts: dict[Block | None, tuple[int, int]] = {}  # bytes of casts that no operation has used yet
 
     def follow(self, mode: AbstractContextManager[Any]) -> _Explainer:
-        """Record the run in a mode."""
+        """Record the run under ``mode``."""
         with mode, self.memory.counts_what_is_kept():
             self._step.forward(self)
         return self
@@ -200,12 +200,12 @@ class _Explainer(OnFakes):  # type: ignore[no-untyped-call]
             self._casts[block] = before, after
 
     def _pass_on(self, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-        """Note a cast again for a view of its result, since a view of fakes may have another memory."""
+        """Note a cast for a view of its result too, since fake tensors need not share memory."""
         for cast in self._casts_of(given)[:1]:
             self._note_cast(results[0], *cast)
 
     def _casts_of(self, given: Sequence[Tensor]) -> list[tuple[int, int]]:
-        """Return the casts that made these tensors, each once."""
+        """Remove and return the noted casts that made these tensors."""
         used = dict.fromkeys(map(self.memory.of, given))
         return [self._casts.pop(block) for block in used if block in self._casts]
 
@@ -230,7 +230,7 @@ class _Explainer(OnFakes):  # type: ignore[no-untyped-call]
 
 
 def _reason(decision: Decision, format_name: str, device_type: str, policy: Policy) -> str:
-    """Return why an operation ran in a format: the rule or list that asks for it, or its inputs."""
+    """Return why an operation ran in a format: a rule or list, or the formats of its inputs."""
     if format_name == AS_WRITTEN:
         return decision.reason if decision.op_class == "keep" else NO_FLOATS
     wanted = {"lower": policy.compute, "full": "float32"}
@@ -253,7 +253,7 @@ def _reason(decision: Decision, format_name: str, device_type: str, policy: Poli
 
 
 def _format_of(given: Sequence[Tensor], results: Sequence[Tensor]) -> str:
-    """Return the dtype of the floating results; without any, that of the floating arguments."""
+    """Return the format of the first floating result, else of the first floating argument."""
     floating = [one.dtype for one in (*results, *given) if one.is_floating_point() or one.is_complex()]
     return name_of(floating[0]) if floating else AS_WRITTEN
 

@@ -4,7 +4,7 @@ A `Region` is the part of a policy that operations need; equal policies share on
 its thread's stack. `current` answers for an overridden operation, in this order:
 
 1. The innermost frame, if native autocast's state is still as `enter` left it.
-2. If it is not, the region of the marks in that state: compiled code entered it, without any Python.
+2. Else the region whose marks are in that state: compiled code entered it, without any Python.
 3. In a backward pass, the region of the checkpoint that runs its function again, else that of the running node.
 4. None: the user's own `torch.autocast` region is innermost, or no region was entered.
 
@@ -64,7 +64,7 @@ class Region(NamedTuple):
 
     @property
     def whole(self) -> Region:
-        """The region of the whole policy, to find the way back from inside a module."""
+        """The policy's region outside of modules that path rules match."""
         return Region(self.dtype, self.rules_outside) if self.rules_outside else self
 
 
@@ -117,7 +117,7 @@ _marking = False  # whether this program compiles code
 
 @cache
 def mark_of(region: Region | None, *, traced: bool = False) -> Marks:
-    """Return the mark of a region; a region that is entered inside compiled code has another one."""
+    """Return a region's mark; ``traced`` chooses a second one, for entries inside compiled code."""
     if region is None:
         return UNMARKED
     page, line = divmod(2 * number_of(region) + traced, len(_DTYPES))
@@ -157,7 +157,7 @@ _tag = ""
 
 
 def tag_caches(registration: str) -> None:
-    """Make compiled code that is cached on disk depend on a registration, which AOTAutograd's keys do not include."""
+    """Add a registration, which AOTAutograd leaves out, to the keys of compiled code cached on disk."""
     global _tag
     if registration in _registered:
         return
@@ -174,9 +174,9 @@ def tag_caches(registration: str) -> None:
 class History:
     """The regions in which a thread recorded autograd's nodes.
 
-    Autograd functions may run forward code in the backward pass, and restore native autocast's state for it. Each node
-    has a number that grows in the thread that recorded it, and the running node's number is known; so a thread notes
-    from which number on it was in which region:
+    Autograd functions can run forward code in the backward pass, and restore only native autocast's state for it. A
+    thread numbers its nodes as it records them, and the running node's number is known; so a thread notes from which
+    number on it was in which region:
 
     >>> history = History()
     >>> history.add(10, Region(torch.float16))
@@ -234,7 +234,7 @@ class Frame:
 
 
 class Thread:
-    """What is known of a thread: the region that it is in, and those in which it recorded autograd's nodes."""
+    """The regions that a thread is in, and those in which it recorded autograd's nodes."""
 
     __slots__ = ("frame", "history", "policy")  # an attribute of a `threading.local` takes thrice as long
 
@@ -255,7 +255,7 @@ _kernels: Kernels | None = None
 
 
 def tell(kernels: Kernels) -> None:
-    """Tell the compiled kernels of every region that is entered or left from now on."""
+    """From now on, tell the compiled kernels when a region is entered or left."""
     global _kernels
     _kernels = kernels
 
@@ -322,7 +322,7 @@ def leave(frame: Frame) -> None:
 
 
 def _hand_on(frame: Frame, inner: Frame | None) -> bool:
-    """Let the region inside this one restore what this one would, as two generators may end in any order."""
+    """Let the frame inside this one, if it ends later, restore what this one would; return if it will."""
     inside = []
     while inner is not None and inner is not frame:
         inside.append(inner)
@@ -352,7 +352,7 @@ def _mark(frame: Frame) -> None:
 
 @cache
 def watch() -> None:
-    """Mark regions as soon as this program compiles code, and keep the region in which a checkpoint is called."""
+    """Mark regions as soon as this program compiles code, and let each checkpoint keep its call's region."""
     unstable.before_compiling(_begin_marking)
     unstable.keep_in_checkpoints(current)
 
@@ -401,7 +401,7 @@ def nesting() -> int:
 
 
 def _again() -> Region | None:
-    """Return the region of what runs in a backward pass: that of a checkpoint, or that in which a node was recorded."""
+    """Return the region for code in a backward pass: the checkpoint's, else where the running node was recorded."""
     if _running() == -1:
         return None
     kept: list[Region | None] = unstable.kept_by_checkpoint()

@@ -64,7 +64,7 @@ def forget_casts() -> None:
 
 @cache
 def watch(device_type: str) -> None:
-    """Drop casts from now on when an operator updates weights on a device type."""
+    """From now on, drop casts when an operator updates weights on a device type."""
     key = unstable.AutocastKey(device_type)
     compiled = boxed.kernels(required=False)  # policies without overrides work without them
     updates = {*(f"aten::{name}" for name in _UPDATES.split()), "polyamp::adam_step_", "polyamp::sgd_step_"}
@@ -96,7 +96,7 @@ def _forgetting(op: Any, key: unstable.AutocastKey) -> Any:
 
 
 def _may_be_weight(updated: Tensor) -> bool:
-    """Return whether a tensor may be a weight or a view of one, and not a new result that is being filled."""
+    """Return whether a tensor can be a weight or a view of a weight, not a new result that is being filled."""
     if updated.dtype is not torch.float32 or updated.grad_fn is not None:
         return False
     return updated.requires_grad or not unstable.is_new(updated)

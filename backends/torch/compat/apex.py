@@ -43,7 +43,7 @@ class _RMSNorm(nn.RMSNorm):
 
 
 class _DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """As torch's. Options of Apex that only change when gradients are sent have no effect."""
+    """PyTorch's class; Apex' options for the moment of sending gradients have no effect."""
 
     def __init__(self, module: nn.Module, message_size: int = 0, delay_allreduce: bool = False, **options: Any) -> None:
         changes = {name: options.get(name, default) != default for name, default in _MEAN.items()}
@@ -55,7 +55,7 @@ _MEAN = {"allreduce_always_fp32": False, "gradient_average": True, "gradient_pre
 
 
 class Missing:
-    """A name of Apex that PyTorch has no twin of; its text is what to write instead."""
+    """A name of Apex without a twin in PyTorch; a call raises with what to write instead."""
 
     available = False  # by which scripts ask whether Apex' kernels are here
 

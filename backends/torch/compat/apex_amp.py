@@ -90,7 +90,7 @@ class ShownScaler(LossScaler):
 
 
 class AmpState(ModuleType):
-    """What `initialize` decided, and the loss scales, which all its optimizers share."""
+    """The decisions of `initialize`, and the loss scales that its optimizers share."""
 
     # Apex has a module and an object of the name ``_amp_state``. Here they are one.
     opt_properties: Properties  # missing before the first call of `initialize`
@@ -132,7 +132,7 @@ _OPTIONS: dict[str, tuple[tuple[Any, ...], str, tuple[Any, ...]]] = {
 
 
 def _properties(opt_level: Any, loss_scale: Any, options: dict[str, Any]) -> Properties:
-    """Return the options of a level with those that were passed and are not None."""
+    """Return a level's options, replaced by those passed that are not None."""
     if opt_level not in _LEVELS:
         raise _wrong("opt_level", opt_level, f"{', '.join(_LEVELS)}, with the letter O")
     given = {name: value for name, value in options.items() if value is not None}
@@ -251,7 +251,7 @@ def _check_model(model: Any) -> None:
 def _share_scales(
     properties: Properties, settings: LossScale, count: int, optimizers: Iterable[torch.optim.Optimizer]
 ) -> None:
-    """Start the loss scales anew, also for the optimizers of earlier calls, as in Apex, and attach the new ones."""
+    """Restart the loss scales, as in Apex also for optimizers of earlier calls, and attach these optimizers."""
     dtype = torch.float16 if properties.patch_torch_functions else properties.cast_model_type or torch.float32
     shared = _amp_state.scaler
     LossScaler.__init__(shared, settings, policy("O0" if dtype == torch.float32 else f"mixed_{FORMATS[dtype]}"))
@@ -272,7 +272,7 @@ def _share_scales(
 
 
 class _Initialized(Attached):
-    """An optimizer of `initialize`: its step is made as it is written, and `state_dict` has the loss scales."""
+    """An optimizer of `initialize`: O1 does not cast its step, and ``amp.state_dict`` has the loss scales."""
 
     polyamp_saves_scale = False
 
@@ -363,9 +363,9 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Resume the loss scales from a result of `state_dict`, also of Apex' own.
+    """Resume the loss scales from a result of polyamp's or Apex' `state_dict`.
 
-    If there are more losses in the state than ``num_losses``, the others are left out, as in Apex.
+    Losses in the state beyond ``num_losses`` are left out, as in Apex.
 
     Raises:
         StateError: it is another kind of state, or a scale is outside the settings; nothing is changed.

@@ -1,8 +1,8 @@
 """The formats of Apex' levels: models that are cast, O1's region, and functions whose format the program chooses.
 
 For O1, Apex replaced PyTorch's functions for the whole process, which covers losses outside of the model's forward
-pass. A region of polyamp belongs to a thread. `HANDLE` enters it in the thread that calls `amp.initialize`, and in each
-thread that calls one of its models.
+pass. A region of polyamp belongs to a thread, so `HANDLE` enters it in the thread that calls `amp.initialize`, and in
+each thread that calls one of its models.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class AmpHandle:
             model.register_forward_hook(self._call_ends, always_call=True)
 
     def is_here(self) -> bool:
-        """Return whether this thread is in the region, and no inner one turns it off."""
+        """Return whether this thread is in the region with autocast still on."""
         return self.is_active and _HERE.region is not None and torch.is_autocast_enabled("cpu")
 
     def _enter(self) -> None:
@@ -135,17 +135,17 @@ def _to_widest(tree: Any) -> Any:
 
 
 def half_function(fn: Fn) -> Fn:
-    """Let a function take its floating arguments in float16, wherever O1 is active."""
+    """Return the function with floating arguments cast to float16 where O1 is active."""
     return _decorated("half_function", fn, _to_half)
 
 
 def float_function(fn: Fn) -> Fn:
-    """Let a function take its floating arguments in float32, wherever O1 is active."""
+    """Return the function with floating arguments cast to float32 where O1 is active."""
     return _decorated("float_function", fn, _to_float)
 
 
 def promote_function(fn: Fn) -> Fn:
-    """Let a function take its floating arguments in the widest of their types, wherever O1 is active."""
+    """Return the function with floating arguments cast to their widest type where O1 is active."""
     return _decorated("promote_function", fn, _to_widest)
 
 

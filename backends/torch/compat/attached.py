@@ -10,8 +10,8 @@ places: in schedulers, in lists, in its own classes. `attach` changes the optimi
     sgd.step()                                 # the wrapper's step: unscale, test, clip, update or skip
     sgd.zero_grad(), schedule.step()
 
-What was in the object moves to a hidden optimizer of the same class, which the wrapper steps. The object gets a
-subclass of its class, and passes everything on:
+The object's contents move to a hidden optimizer of the same class, which the wrapper steps. The object's class
+becomes a subclass, which passes everything on:
 
     sgd (the program's object)  ->  wrapper (`LossScaledOptimizer`)  ->  hidden SGD: param_groups, state, hooks
 
@@ -65,7 +65,7 @@ class Attached:
 
     @staticmethod
     def polyamp_step(wrapper: LossScaledOptimizer, closure: Any, **kwargs: Any) -> Any:
-        """Make the step, in subclasses in another way."""
+        """Make the wrapper's step; subclasses override this."""
         return wrapper.step(closure, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -77,13 +77,13 @@ class Attached:
         self.polyamp_wrapper.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapper's state; that of the plain optimizer if there is nothing else to save."""
+        """Return the wrapper's state, or the plain optimizer's if the wrapper adds nothing to it."""
         wrapper = self.polyamp_wrapper
         has_more = self.polyamp_saves_scale or wrapper.masters is not None
         return (wrapper if has_more else wrapper.inner).state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, also of a plain optimizer: then the loss scale stays as it is."""
+        """Load a state; a plain optimizer's state leaves the loss scale as it is."""
         wrapper = self.polyamp_wrapper
         if isinstance(state_dict, Mapping) and not (self.polyamp_saves_scale and "loss_scale" in state_dict):
             own = wrapper.state_dict()
@@ -165,6 +165,6 @@ def _class_of(kind: Any, plain: Any) -> type:
 
 
 def _holder(optimizer: Attached, name: str) -> Any:
-    """Return the object that has an attribute. The wrapper has a scaler's, so that its step refuses them."""
+    """Return the wrapper for attributes that scalers set, which its step refuses, else the inner optimizer."""
     wrapper = optimizer.polyamp_wrapper
     return wrapper if name in _OF_SCALERS else wrapper.inner

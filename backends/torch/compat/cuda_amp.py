@@ -2,7 +2,7 @@
 
 With a CUDA device, a region is the native one, and the scaler is polyamp's. Without one, native `torch.cuda.amp`
 disables itself, so that a script trains in float32; here the script gets the precision that it asks for, on the devices
-there are. A region with ``enabled=False``, and a scaler with it, do what the native ones do.
+there are. Regions and scalers with ``enabled=False`` do what the native ones do.
 
 Under `polyamp run`, `install` puts the names of this module into the real modules.
 """
@@ -43,7 +43,7 @@ def autocast(enabled: bool = True, dtype: torch.dtype = torch.float16, cache_ena
 
     Args:
         enabled: False turns autocast off in the region.
-        dtype: float16 or bfloat16. Native autocast decides what happens with another type.
+        dtype: float16 or bfloat16. Native autocast decides about other types.
         cache_enabled: whether the casts of weights are kept until the region ends. A region that does not keep them is
             a native one.
 
@@ -98,14 +98,14 @@ def custom_fwd(fwd: Any = None, *, cast_inputs: torch.dtype | None = None) -> An
     Args:
         fwd: the function, with the context as its first argument.
         cast_inputs: cast floating inputs to this type inside a region, and run without autocast. None runs the function
-            in the region of its call, and so its backward pass.
+            and its backward pass in the region of its call.
     """
     warn_deprecated("torch.cuda.amp.custom_fwd", f'@torch.amp.custom_fwd(device_type="{_DEVICE}")')
     return torch.amp.custom_fwd(fwd, device_type=_DEVICE, cast_inputs=cast_inputs)
 
 
 def custom_bwd(bwd: Callable[..., Any]) -> Any:
-    """Decorate the ``backward`` of a function whose ``forward`` has `custom_fwd`, to run it as that ran."""
+    """Decorate the ``backward`` of a function with `custom_fwd`, to run under its ``forward``'s autocast."""
     warn_deprecated("torch.cuda.amp.custom_bwd", f'@torch.amp.custom_bwd(device_type="{_DEVICE}")')
     return torch.amp.custom_bwd(bwd, device_type=_DEVICE)
 

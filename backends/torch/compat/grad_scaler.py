@@ -1,7 +1,7 @@
-"""`GradScaler`: the interface of torch's scaler, for code that takes one, in front of polyamp's loss scale.
+"""`GradScaler`: polyamp's loss scale behind the interface of torch's scaler, for code that takes one.
 
-It has two kinds of optimizers behind it. Plain ones it unscales and steps itself. Optimizers that are wrapped do that
-themselves, so it passes the calls on.
+The scaler unscales and steps plain optimizers itself. Wrapped optimizers unscale and step themselves, so it passes
+the calls on to them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from polyamp.settings import LossScale
 
 
 def _setting(name: str) -> Any:
-    """Return a property for one of torch's settings, which are those of the loss scale."""
+    """Return a property for a setting, which is stored with the loss scale's settings."""
 
     def change(scaler: GradScaler, value: Any) -> None:
         scaler.scaler.settings = replace(scaler.config, **{name: value})
@@ -44,7 +44,7 @@ def _setting(name: str) -> Any:
 
 @dataclass
 class _Tested:
-    """The gradients of a plain optimizer since the last `update`."""
+    """What a plain optimizer's gradients showed since `update`."""
 
     bad: Tensor  # 1.0 if a rank had gradients that were not finite when they were unscaled, else 0.0
     overflowed: RankSet | None  # the ranks that had them
@@ -145,7 +145,7 @@ class GradScaler(torch.amp.GradScaler):
         return self.scaler.multiplies
 
     def scale(self, outputs: Any) -> Any:
-        """Return the outputs times the scale, as torch does; 16-bit tensors in float32. A non-finite one skips a step.
+        """Return the outputs times the scale, as torch does; 16-bit tensors in float32. An inf or NaN skips a step.
 
         Raises:
             NonFiniteLossError: under ``LossScale(nonfinite_loss="raise")``, inf or NaN on the CPU; on other devices a
@@ -165,7 +165,7 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale the gradients of an optimizer now, as torch does.
 
         Raises:
-            UsageError: they are unscaled already, or stepped on.
+            UsageError: they are unscaled, or used by a step, already.
         """
         if self.optimizers:
             self._own_optimizer(optimizer, "scaler.unscale_(optimizer)").unscale_()
@@ -239,7 +239,7 @@ class GradScaler(torch.amp.GradScaler):
         return int(self.scaler.state.good_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's five keys, and all fields as ``polyamp`` if its settings need them; all with wrapped ones."""
+        """Return torch's keys, and under ``polyamp`` all fields if needed; for wrapped optimizers only the fields."""
         settings, state = self.config, on_host(self.scaler.state)
         ours = settings.to_state_dict(state)
         if self.optimizers:
@@ -248,12 +248,12 @@ class GradScaler(torch.amp.GradScaler):
         return saved | {"polyamp": ours} if saved and (settings.hysteresis > 1 or settings.max_skips) else saved
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Resume from a result of `state_dict`, or from that of torch's own scaler. A disabled scaler stays as it is.
+        """Resume from a result of polyamp's or torch's `state_dict`. A disabled scaler stays as it is.
 
         Raises:
             StateError: it is not a state of a loss scale, or its scale is outside the limits of the settings: 0, inf
                 and NaN, which torch's own scaler can reach, always are.
-            UsageError: an empty state, which a disabled scaler saved. With wrapped optimizers it changes nothing.
+            UsageError: an empty state, which a disabled scaler saved; with wrapped optimizers that is ignored.
         """
         if not isinstance(state_dict, Mapping):
             raise bad_state("this is not a saved state", kind_of(state_dict), "a mapping", FIX)
@@ -311,7 +311,7 @@ _ALIVE: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # all enabled scalers o
 
 
 def _report_clipping(given: list[Tensor], limit: float, measured: bool) -> list[Tensor]:
-    """Warn once if gradients are clipped that a scaler has not unscaled; torch's scaler allows it."""
+    """Return ``given``; warn once if the gradients to clip are still scaled, which torch allows."""
     graded = set() if math.isinf(limit) or LISTENERS else {id(one) for one in given if one.grad is not None}
     for scaler in tuple(_ALIVE) if graded else ():
         # A scaler meets an optimizer at its first step, so nothing is known before.

@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
     @property
     def is_supported(self) -> bool:
-        """Whether operators support it."""
+        """Whether operators support the parameter."""
         # It has to be whole or distributed, float32 or with a master, without overlapping memory, and both in the same
         # memory order.
         if type(self.key) not in (Tensor, Parameter) and not hasattr(self.key, "to_local"):
@@ -75,7 +75,7 @@ def _dimensions(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def like(param: Tensor, other: Tensor) -> Tensor:
-    """Return ``other`` with its elements in the same memory order as ``param``: itself or a copy."""
+    """Return ``other``, or a copy of it, with the elements in the memory order of ``param``."""
     if other.stride() == param.stride() or _dimensions(other) == _dimensions(param):
         return other
     return torch.empty_like(param, dtype=other.dtype).copy_(other)
@@ -192,7 +192,7 @@ class Calls:
         masters: Masters,
         is_for: Callable[[torch.device], bool],
     ) -> list[Batch] | None:
-        """Return the calls; None if there is a gradient that no operator can step."""
+        """Return the calls; None if operators do not support a gradient or parameter."""
         kinds = [(len(group["params"]), rule.moments(group)) for group in inner.param_groups]
         if not (kinds == self._kinds and self._are_current(inner, masters)):
             self._look(inner, masters, is_for)
@@ -247,7 +247,7 @@ def _same(one: Sequence[object], other: Sequence[object]) -> bool:
 
 
 def _all_fit(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> bool:
-    """Return whether operators can read all gradients that are there: at once for usual ones, which are many."""
+    """Return whether operators can read all gradients, with one test for the usual case, since they are many."""
     sorts = {
         (type(grad), grad.layout, grad.dtype, param.dtype)
         for grad, param in zip(grads, params, strict=True)
@@ -259,7 +259,7 @@ def _all_fit(grads: Sequence[Tensor | None], params: Sequence[Tensor]) -> bool:
 
 
 def _fits(grad: Tensor, param: Tensor) -> bool:
-    """Return whether operators can read a gradient; not if ranks have parts of it that are not summed yet."""
+    """Return whether operators can read a gradient: strided, of the parameter's dtype, summed over ranks."""
     if type(grad) is not Tensor and getattr(grad, "placements", None) != getattr(param, "placements", None):
         return False
     return grad.layout is torch.strided and grad.dtype is param.dtype

@@ -1,17 +1,18 @@
 """The view of a wrapped optimizer for `torch.distributed.checkpoint`, which only knows plain optimizers.
 
-Its ``get_state_dict`` and ``set_state_dict`` use the names of the model's parameters, and save only the entries "state"
-and "param_groups" of an optimizer's state:
+Torch's ``get_state_dict`` and ``set_state_dict`` use the names of the model's parameters, and save only the entries
+"state" and "param_groups" of an optimizer's state:
 
     {"state": {"layer.weight": {"exp_avg": ..., "polyamp_master": the float32 master}},
      "param_groups": [{"lr": 0.1, "params": ["layer.weight"], "polyamp": the loss scales, as JSON}]}
 
-So it sees the model's own parameters in place of masters. The masters are one more state of each parameter, sharded and
-gathered like moments, and the rest is one more option of the first group. A plain optimizer accepts such a state too
-and ignores these entries.
+So the view has the model's own parameters in place of masters. The masters are one more state of each parameter,
+sharded and gathered like moments, and the rest is one more option of the first group. A plain optimizer accepts such a
+state too and ignores these entries.
 
 A checkpoint is read into a state of the same structure. So a parameter that has no state yet, for example because all
-steps were skipped, is shown with the state that its first step would create; the rest records that it had none.
+steps were skipped, is shown with the state that its first step would create; the entry "polyamp" records that it had
+none.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ Saved = dict[str, Any]
 
 
 class StateNames:
-    """The names of each parameter's state, by the model's parameters: all that is read of an optimizer's ``state``."""
+    """A mapping from the model's parameters to the names of their state, all that torch reads of ``state``."""
 
     def __init__(self, optimizer: WrappedOptimizer) -> None:
         self._optimizer = optimizer
@@ -63,7 +64,7 @@ def param_groups(optimizer: WrappedOptimizer) -> list[dict[str, Any]]:
 
 
 def model_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
-    """Return the states by the model's own parameters."""
+    """Return each of the model's own parameters with its state."""
     keys = [param for group in optimizer.inner.param_groups for param in group["params"]]
     kept = {**_initial_states(optimizer), **optimizer.inner.state}
     masters = _masters(optimizer)
@@ -93,7 +94,7 @@ def is_checkpoint(saved: Any) -> bool:
 
 
 def read(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> Saved:
-    """Return the state dict in the form of `LossScaledOptimizer.state_dict`, from the result of `state_dict`."""
+    """Return a result of `state_dict` in the form of `LossScaledOptimizer.state_dict`."""
     # A frozen parameter has no state in it, so its master keeps its value, which is the parameter's.
     groups = [{key: value for key, value in group.items() if key != REST} for group in saved["param_groups"]]
     rest = next(group[REST] for group in saved["param_groups"] if REST in group)
@@ -152,7 +153,7 @@ def _initial_states(optimizer: WrappedOptimizer) -> dict[Tensor, Saved]:
 
 
 def report_lost_state(optimizer: WrappedOptimizer) -> None:
-    """Warn once if a state was loaded that has made steps, and has lost what the optimizer keeps of them."""
+    """Warn once if a loaded state counts applied steps, but the optimizer's own state of them is missing."""
     scale, inner = optimizer.scaler.state, optimizer.inner
     if scale.steps <= scale.skipped or any(inner.state.values()) or hasattr(inner, "join_hook"):
         return  # optimizers that take part in `Join` shard their state, and their steps wait for other ranks
@@ -182,7 +183,7 @@ def _masters(optimizer: WrappedOptimizer) -> dict[int, Tensor]:
 
 
 def _rest(optimizer: WrappedOptimizer) -> dict[str, str]:
-    """Return the entries that do not belong to one parameter, as text, which is saved and gathered unchanged."""
+    """Return, as text to be saved and gathered unchanged, the entries that belong to no single parameter."""
     # They are the same on every rank, since files keep one value per name.
     saved = saving.own_part(optimizer)
     keys = [param for group in optimizer.inner.param_groups for param in group["params"]]
@@ -201,7 +202,7 @@ def _without_gaps(state: Mapping[str, Any]) -> Saved:
 
 
 def _read_masters(optimizer: WrappedOptimizer, found: list[Any]) -> dict[int, Tensor]:
-    """Return the masters in their order, from the value found for each parameter."""
+    """Return the masters found by number; a frozen parameter without one keeps its own."""
     own = _masters(optimizer)
     read = (
         master if master is not None or param.requires_grad else own.get(id(param))

@@ -1,7 +1,7 @@
 """Steps with a closure, including optimizers that evaluate it several times and move in between (LBFGS, SAM).
 
-Gradients have to be unscaled and tested before such an optimizer reads them. LBFGS starts with an evaluation, so we
-evaluate the closure before its step and pass it the result. SAM starts from the existing gradients, moves the
+Gradients have to be unscaled and tested before such an optimizer reads them. LBFGS starts with an evaluation, so
+its closure is evaluated before the step and LBFGS gets the result. SAM starts from the existing gradients, moves the
 parameters and only then evaluates: a result from before the move would be wrong there, so it is not passed on.
 """
 
@@ -22,7 +22,7 @@ Closure = Callable[[], Any]
 
 
 def evaluates_once(inner: torch.optim.Optimizer) -> bool:
-    """Return whether the closure is called once, before anything else, as by all of torch's optimizers except LBFGS."""
+    """Return whether an optimizer calls its closure once, before anything else, as all of torch's do except LBFGS."""
     return type(inner).__module__.startswith("torch.optim.") and not isinstance(inner, torch.optim.LBFGS)
 
 
@@ -38,7 +38,7 @@ def step_reevaluating(
     *,
     has_gradients: bool,  # whether a scaled loss has already produced gradients for this step
 ) -> tuple[Any, bool, Scaling | None]:
-    """Let an optimizer step that evaluates the closure itself; an evaluation that overflows undoes the whole step.
+    """Step an optimizer that evaluates the closure itself; undo the whole step if an evaluation overflows.
 
     Return the step's result, whether it was applied, and what the gradients were multiplied by.
     """

@@ -59,7 +59,7 @@ class Scratch:
 
 
 def why_not_on(device: torch.device, *, always: bool = False, builds: bool = True) -> str | None:
-    """Return why steps on a device are not made by polyamp's operators; None if they are, wherever they can."""
+    """Return why polyamp's operators are not used on a device; None if they are, for steps they support."""
     if not (always or device.type == "cuda"):
         return "The step is fused on GPUs; under fused_step=True everywhere, in plain operations if not compiled."
     is_compiled = available(device) if builds else status().library is not None  # loads the extension in any case
@@ -85,7 +85,7 @@ class FusedStep:
     def step(self, optimizer: WrappedOptimizer, scaling: Scaling, *, is_tested: bool) -> bool | Tensor | None:
         """Make a whole step from scaled gradients, without a host sync, and return whether it was applied.
 
-        None, with nothing changed: it cannot, for example since the gradients were tested, and unscaled, before.
+        Return None, with nothing changed, if operators cannot, for example since gradients were unscaled before.
         """
         # The host waits only if the optimizer's state was created for this step: a skip removes that state again.
         scaler = scaling.scaler
@@ -130,7 +130,7 @@ class FusedStep:
         *,
         checks: bool,
     ) -> None:
-        """Write ``stats``: the norm of the gradients, and whether one is not finite, over all ranks."""
+        """Write to ``stats`` the gradients' sum of squares, and whether one is not finite, over all ranks."""
         scratch, clips = self._scratch_on(scale.device), optimizer.max_grad_norm is not None
         if checks or clips:
             every = [grad for some in grads for grad in some]
@@ -154,7 +154,7 @@ class FusedStep:
         settings: Sequence[Tensor],
         report: Tensor,
     ) -> None:
-        """Unscale, clip and update; the last call, which has the last settings, advances the loss scale."""
+        """Unscale, clip and update by a call for each batch; the last call also advances the loss scale."""
         rule: Any = update_rule_of(self._inner)
         scratch, step = self._scratch_on(scale.device), getattr(torch.ops.polyamp, rule.operator)
         calls = [(batch.tensors(some), batch.groups, batch.numbers) for batch, some in zip(batches, grads, strict=True)]
@@ -178,7 +178,7 @@ class FusedStep:
         self._counts_on_device = False
 
     def _batches(self, optimizer: WrappedOptimizer, *, checks: bool) -> list[Batch] | str:
-        """Return the calls that step all parameters; or why gradients have to be unscaled first, or are."""
+        """Return the calls that step all parameters, or as text why the operators cannot step them."""
         masters, clips = optimizer.masters, optimizer.max_grad_norm is not None
         if not (checks or masters is not None):
             return "Without a loss scale and master weights the optimizer's own kernel is as fast."
@@ -256,7 +256,7 @@ class FusedStep:
 
 
 def _settle(batches: Sequence[Batch], *, applied: bool) -> None:
-    """Keep the state that was created for a step, or remove it."""
+    """Keep the state created for a step, or remove it after a skip."""
     for batch in batches:
         if applied:
             batch.made.clear()

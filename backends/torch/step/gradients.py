@@ -1,6 +1,6 @@
 """Unscales, tests and clips an optimizer's gradients with few calls, for all devices, dtypes and layouts.
 
-`Gradient` recognises a gradient later: a tensor counts what is written to it in place, so no value has to be read.
+`Gradient` recognises a gradient later by its tensor's count of in-place writes, without reading a value.
 `WindowFlags` keeps what the tests found until the step: whose gradients were not finite, here and on other ranks.
 """
 
@@ -44,7 +44,7 @@ class Gradients:
 
     @property
     def first(self) -> Tensor:
-        """The first gradient; its device decides."""
+        """The first gradient, whose device decides for operators."""
         first: Tensor = self._grads[0]
         return first
 
@@ -129,7 +129,7 @@ class Gradients:
         return self._buckets
 
     def _norms_of(self, group: Any) -> list[Tensor]:
-        """Return the norms of gradients of one norm group: of shards one norm over all ranks, for each layout."""
+        """Return the norms of one group's gradients; shards of one layout have one norm over all ranks."""
         # Every rank of a mesh takes part for every layout of its parameters, with or without a gradient.
         whole: list[Tensor] = []
         own = (param for param in self.parameters if self._norm_group is None or self._norm_group(param) is group)
@@ -148,13 +148,13 @@ class Gradients:
         return whole
 
     def _sum_of_squares(self, norms: Sequence[Tensor]) -> Tensor:
-        """Return the sum of squares in float64, as polyamp's operators do: other ranks may use those."""
+        """Return the sum of squares in float64, as the fused operators of other ranks do."""
         total = torch.zeros(1, dtype=torch.float64, device=self.parameters[0].device)
         return torch.cat([total, *(norm.to(total).view(1) for norm in norms)]).square().sum().view(1)
 
 
 class Gradient(NamedTuple):
-    """A gradient that can be recognised later, and does not stay alive for it."""
+    """A record to recognise a gradient later, without keeping it alive."""
 
     param: weakref.ref[Tensor]
     grad: weakref.ref[Tensor]
@@ -162,12 +162,12 @@ class Gradient(NamedTuple):
 
     @classmethod
     def of(cls, param: Tensor) -> Gradient:
-        """Return the current gradient of a parameter that has one."""
+        """Return the record of a parameter's current gradient."""
         grad: Any = param.grad
         return cls(weakref.ref(param), weakref.ref(grad), grad._version)
 
     def has_grown(self, *, by: Tensor) -> bool:
-        """Return whether nobody else wrote to it, now that a pass has just added to the gradient of a parameter."""
+        """Return whether only a pass, which has just added to the gradient of ``by``, wrote to this gradient."""
         grad = self.grad()
         if grad is None or not self.is_there():
             return False
@@ -199,12 +199,12 @@ class ByHand:
         self.accept()
 
     def accept(self) -> None:
-        """Accept the gradient as it is now: no write so far is one by hand."""
+        """Accept the gradient: no write so far counts as one by hand."""
         param = self._param()
         self._before = None if param is None or param.grad is None else Gradient.of(param)
 
     def look(self) -> bool:
-        """Note whether somebody wrote to the gradient since, and return whether that is still there."""
+        """Note and return whether the gradient holds something written to it since `accept`."""
         param = self._param()
         if param is None or param.grad is None:
             self.is_written = False
@@ -214,7 +214,7 @@ class ByHand:
 
 
 class WindowFlags:
-    """What was not finite in the gradients of a window, by the losses that made them. A flag is 1.0 or 0.0."""
+    """The flags of a window: for each loss, 1.0 if its gradients were not finite, else 0.0."""
 
     def __init__(self) -> None:
         self.flags: dict[LossScaler, Tensor] = {}  # of each loss, from when its gradients were tested
@@ -223,7 +223,7 @@ class WindowFlags:
         self.decision: Decision | None = None  # of all ranks
 
     def note(self, bad: Tensor, scalers: Iterable[LossScaler]) -> None:
-        """Note for losses whether gradients became non-finite by theirs."""
+        """Note ``bad`` for these losses, unless an earlier flag hides it."""
         if self.flags:  # what was not finite before hides the rest
             bad = bad * (self.worst(torch.zeros_like(bad)) == 0)
         for scaler in scalers:
@@ -232,13 +232,13 @@ class WindowFlags:
             self.flags[scaler] = flag if finite is None else torch.maximum(flag, (~finite).to(flag))
 
     def note_loss(self, finite: bool | Tensor, scaler: LossScaler) -> None:
-        """Note whether a loss was finite whose backward pass reached the gradients, whatever these are."""
+        """Note whether a loss that reached the gradients was finite, whether or not they are."""
         flag = finite if isinstance(finite, Tensor) else torch.tensor(finite, device="cpu")
         earlier = self.losses.get(scaler)
         self.losses[scaler] = flag if earlier is None else earlier & flag.to(earlier.device)
 
     def forget_cleared(self, filled: bool | Tensor) -> None:
-        """Forget what was found in gradients that are cleared now, unless they are ``filled``."""
+        """Forget all flags if the gradients were cleared, so that none is ``filled``."""
         if filled is False:
             self.flags, self.losses = {}, {}
         elif filled is not True:
@@ -246,7 +246,7 @@ class WindowFlags:
             self.losses = {scaler: finite | ~filled.to(finite.device) for scaler, finite in self.losses.items()}
 
     def worst(self, bad: Tensor) -> Tensor:
-        """Return a flag, or that of an earlier test or loss of this window."""
+        """Return the largest of ``bad`` and this window's earlier flags."""
         earlier = [*self.flags.values(), *(~finite for finite in self.losses.values())]
         return torch.stack([bad, *(flag.to(bad) for flag in earlier)]).amax()
 
@@ -255,7 +255,7 @@ class WindowFlags:
         self.partners = bad if self.partners is None else torch.maximum(self.partners, bad.to(self.partners.device))
 
     def note_decision(self, decision: Decision, device: torch.device) -> Tensor:
-        """Note what the ranks have decided, which is the same flag for all losses, and return the flag."""
+        """Note the ranks' decision as the flag of all losses, and return the flag."""
         self.decision, bad = decision, decision.flag(device)
         self.flags = dict.fromkeys(self.flags, bad)  # other ranks may have had other losses
         return bad
@@ -310,7 +310,7 @@ def _kind(grad: Any) -> tuple[Any, ...]:
 
 
 def _norms(bucket: Bucket) -> Sequence[Tensor]:
-    """Return the gradients' norms; of distributed ones, sums that are not complete, one norm for all."""
+    """Return the norm of each gradient; for distributed gradients not summed yet, one norm of all."""
     # The norm of 16-bit gradients can exceed float16's range although no gradient does.
     wide = torch.float32 if bucket[0].dtype in SIXTEEN_BIT else None
     norms = torch._foreach_norm(bucket, 2.0, dtype=wide)
@@ -321,7 +321,7 @@ def _norms(bucket: Bucket) -> Sequence[Tensor]:
 
 
 def are_filled(grads: list[Tensor]) -> bool | Tensor:
-    """Return whether a gradient has another value than 0, as far as its values can be looked at."""
+    """Return whether a gradient has a value other than 0; True if values cannot be read."""
     if any(type(grad) is not Tensor or grad.layout != torch.strided or grad.is_meta for grad in grads):
         return True
     norms = [norm.to(grads[0].device) for norm in torch._foreach_norm(grads, math.inf)] if grads else []

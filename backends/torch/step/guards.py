@@ -1,7 +1,7 @@
 """Guards against programs that use a wrapped optimizer in a wrong way, before anything is changed.
 
 Without them each of these cases results in finite but wrong numbers: a parameter in two optimizers, a direct step of
-the inner optimizer, and clipping of scaled gradients. That a loss was scaled at all is for ``provenance.py``. Regions
+the inner optimizer, and clipping of scaled gradients. ``provenance.py`` tests that a loss was scaled. Regions
 that do not fit an optimizer's policy, so that nothing runs in 16 bits or nothing is scaled, are only reported.
 """
 
@@ -38,7 +38,7 @@ STEPS = 2  # after which a policy that does not fit is reported; the first one c
 
 
 def guard(optimizer: WrappedOptimizer) -> None:
-    """Guard the steps of other optimizers, and torch's clipping functions for as long as this optimizer lives."""
+    """Guard other optimizers' steps, and, while this optimizer lives, torch's clipping functions."""
     if torch.distributed.is_available():
         ask_before_joining(_check_join)
     if not (optimizer.scaler.multiplies or optimizer.masters is not None):
@@ -55,7 +55,7 @@ def _check_join(joinables: Sequence[Any]) -> None:
 
 
 class Outside:
-    """Parameters of no wrapped optimizer that scaled losses reach, and which of their gradients are scaled."""
+    """Parameters without a wrapped optimizer that scaled losses reach, and which of their gradients are scaled."""
 
     def __init__(self) -> None:
         self._watched = WeakIdKeyDictionary()
@@ -63,14 +63,14 @@ class Outside:
         self._reached: list[Tensor] = []  # by the pass that runs
 
     def prepare_for(self, begun: Pass, _: Set[int]) -> None:
-        """Observe what a pass reaches beside wrapped optimizers, as long as one of these has made no step."""
+        """Until every wrapped optimizer has made a step, observe what a pass reaches besides their parameters."""
         if NEW and begun.entry.scaling.scaler.multiplies:
             own = {id(param) for one in list(ALIVE) for param in one.model_parameters()}
             leaves = parts_of(begun.call.roots, whole=True)[1]
             self.watch(param for name, param in leaves.items() if name not in own)
 
     def end_of(self, ended: Pass) -> None:
-        """Note the gradients that a pass has left; what was written to them before it ended is part of it."""
+        """Note the gradients after a pass; all writes to them before its end count as the pass's."""
         reached, self._reached = self._reached, []
         for param in reached:
             if param.grad is not None:
@@ -83,7 +83,7 @@ class Outside:
                 self._watched[param] = param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
 
     def are_scaled(self, params: Iterable[Tensor]) -> bool:
-        """Return whether one of these gradients is still as the pass of a scaled loss has left it."""
+        """Return whether a gradient of these parameters is unchanged since a scaled loss's pass."""
         found = (self._scaled.get(id(param)) for param in params) if self._scaled else ()
         return any(one is not None and one.is_untouched() for one in found)
 
@@ -134,7 +134,7 @@ def _guard_steps() -> None:
 
 
 def _clipped(params: list[Tensor], limit: float, measured: bool) -> list[Tensor]:
-    """Return the parameters whose gradients are clipped: masters, which have the unscaled ones, for their parameters.
+    """Return the parameters to clip, with masters, which have unscaled gradients, in place of 16-bit parameters.
 
     Args:
         params: those that torch's function was called with.
@@ -194,13 +194,13 @@ def report_hooks(params: Iterable[Tensor], *, clip: str = "by max_grad_norm=, or
 
 
 def _is_users(hook: Any) -> bool:
-    """Return whether a hook is neither polyamp's own nor of PyTorch's for several ranks."""
+    """Return whether a hook is a user's, not polyamp's or PyTorch's for several ranks."""
     module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
     return not module.startswith(("polyamp.", "torch.distributed.", "torch.nn.parallel.", "torch._"))
 
 
 def look_for_casts(optimizer: WrappedOptimizer, losses: Iterable[Tensor]) -> None:
-    """Note whether one of the first losses of an optimizer for 16 bits shows a region, or a cast to 16 bits."""
+    """Note, for a 16-bit policy, whether a region was entered or one of the first losses shows a cast."""
     dtype = DTYPES.get(optimizer.scaler.compute or "")
     if dtype in SIXTEEN_BIT and not torch.compiler.is_compiling():
         optimizer.lowers = optimizer.lowers or HERE.thread.policy is not None or any(map(_casts, losses))
@@ -227,7 +227,7 @@ _IN_FLOAT32 = (
 
 
 def _casts(loss: Tensor) -> bool:
-    """Return whether a loss has 16 bits, or its graph has a cast, or code that does not show what is in it."""
+    """Return whether a loss has 16 bits, or its graph has a cast, or compiled code, which can hide one."""
     if loss.dtype in SIXTEEN_BIT:
         return True
     waiting, seen = [loss.grad_fn], set[Any]()

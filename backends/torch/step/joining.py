@@ -1,4 +1,4 @@
-"""Wrapped optimizers in torch's ``Join``, where ranks have uneven inputs and those without any more shadow the others.
+"""Wrapped optimizers in torch's ``Join``, for uneven inputs: ranks that are out of inputs follow the others.
 
 A rank that has joined answers each collective of the ranks that still train. `JoinedRank` answers a step's decision:
 
@@ -50,7 +50,7 @@ class JoinedRank:
 
 
 def check_join(joinables: Sequence[Any], optimizers: Iterable[WrappedOptimizer]) -> None:
-    """Refuse a ``Join`` of models without their wrapped optimizers, or with these before the models."""
+    """Refuse a ``Join`` that lacks the wrapped optimizer of a model, or lists it first."""
     models = [one for one in joinables if isinstance(one, nn.Module)]
     trained = {id(param) for model in models for param in model.parameters()}
     for optimizer in list(optimizers):

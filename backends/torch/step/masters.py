@@ -15,8 +15,8 @@ The inner optimizer knows only the masters; forward and backward passes know onl
     update_model()          1.0            0.01       0.999    0.01       0.999 rounds to 1.0 in bfloat16
 
 If somebody writes to the model, for example by ``load_state_dict`` or ``param.data.clamp_``, the masters follow before
-the next step. The model's gradients stay multiplied by the loss scale, and count: what clears or changes them after the
-masters took them is taken again.
+the next step. The model's gradients stay multiplied by the loss scale. If they are cleared or changed after the
+masters took them, the masters take that too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def adopt(self, inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-        """Create masters for the 16-bit parameters of one group and put them in their place."""
+        """Replace the 16-bit parameters of one group by new float32 masters."""
         params, low = group["params"], _low(group["params"])
         if not {id(param) for param in self.model}.isdisjoint(map(id, low)):
             raise InvalidValueError(
@@ -77,7 +77,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def take_gradients(self, *, remember: bool = False) -> None:
-        """Set the masters' gradients to the model's in float32, exactly, even inf and NaN."""
+        """Copy the model's gradients to the masters, in float32: exact, even inf and NaN."""
         wide = iter(_in_float32([grad for param in self.model if (grad := param.grad) is not None]))
         for param, master in zip(self.model, self.masters, strict=True):
             master.grad = None if param.grad is None else next(wide)
@@ -91,7 +91,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def look_again(self, inverse: Tensor) -> None:
-        """Copy model gradients that changed since `take_gradients` to their masters, unscaled; clear cleared ones."""
+        """Bring what changed in the model's gradients since `take_gradients` to the masters, unscaled or cleared."""
         for place, (param, master, taken) in enumerate(zip(self.model, self.masters, self._taken, strict=False)):
             if param.grad is None:
                 master.grad = None
@@ -154,7 +154,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def follow(self, *, idle: bool = False) -> None:
-        """Update masters after a write to the model, or only those ``idle``, which the next step does not update."""
+        """Update masters of parameters that were written to; if ``idle``, only of those without a gradient."""
         # A write through ``param.data`` leaves no trace but the values, so these are compared. Elements that were not
         # written keep all bits.
         pairs = [*zip(self.model, self.masters, strict=True)]
@@ -171,7 +171,7 @@ class MasterWeights:
 
 
 def is_written(param: Tensor, rounded: Tensor) -> Tensor:
-    """Return which elements of a 16-bit parameter are not its master rounded, bit for bit."""
+    """Return which elements of a 16-bit parameter differ in a bit from ``rounded``."""
     return param.view(torch.int16) != rounded.view(torch.int16)  # as integers several times as fast
 
 
@@ -190,7 +190,7 @@ def make_masters(inner: torch.optim.Optimizer, wanted: bool | None) -> MasterWei
 
 
 def _check_lists(inner: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that leaves its step to another one with other lists, which would never see the masters."""
+    """Refuse an optimizer around another one that has its own parameter lists, and so would never get the masters."""
     lists = {id(group["params"]) for group in inner.param_groups}
     for part in vars(inner).values():
         groups = part.param_groups if isinstance(part, torch.optim.Optimizer) and part is not inner else ()

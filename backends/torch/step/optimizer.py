@@ -84,10 +84,10 @@ class LossScaledOptimizer(WrappedOptimizer):
         max_grad_norm: clip unscaled gradients to this global L2 norm at every step; None does not clip.
         master_weights: train float32 copies of 16-bit parameters, which replace them in ``param_groups``. None does so
             if there are such parameters; False updates them directly, with gradients in 16 bits.
-        fused_step: leave skipping to a kernel on the device, without a host sync. None does so on accelerators where it
-            can: in polyamp's own operators for SGD, Adam and AdamW, which also unscale, clip, update and advance the
-            loss scale (gradients then stay scaled after a step), on GPUs if the compiled extension is in use; else in
-            the optimizer's kernel if that is fused. True does so on all devices, False never.
+        fused_step: leave skipping to a kernel on the device, without a host sync. None does so on accelerators if
+            one of these can: on GPUs with the compiled extension, polyamp's operators for SGD, Adam and AdamW, which
+            also unscale, clip, update and advance the loss scale (gradients then stay scaled after a step); else the
+            optimizer's kernel if that is fused. True does so on all devices, False never.
         process_group: the ranks that step or skip together: an overflow on one is an overflow on all. None is the
             default group of ``torch.distributed`` if that is initialised; False is this rank alone.
         norm_group: ranks that have other parameters of the same model, such as the stages of a pipeline: gradients are
@@ -199,7 +199,7 @@ class LossScaledOptimizer(WrappedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether `torch.amp.GradScaler` sets its scale as attributes, so that `step` can refuse it."""
+        """Whether `torch.amp.GradScaler` sets attributes, by which `step` sees and refuses it."""
         return self.scaler.multiplies
 
     def scale(self, loss: Any, loss_id: Hashable = None) -> Any:
@@ -213,12 +213,12 @@ class LossScaledOptimizer(WrappedOptimizer):
         >>> weight.grad
         tensor([4.])
 
-        After `unscale_` too, further losses can be scaled: what their backward passes add is unscaled on arrival.
+        Losses can be scaled after `unscale_` too: what their backward passes add is unscaled on arrival.
 
         Args:
             loss: floating-point tensor of any shape, or such tensors in lists, tuples and dicts.
-            loss_id: any name for a loss that gets its own scale. If gradients of another loss are there, its own are
-                brought to their scale when they are added.
+            loss_id: any name for a loss that gets its own scale. If there are gradients of another loss, this
+                loss's are brought to the scale of those.
 
         Raises:
             InvalidTypeError: ``loss`` is not a floating-point tensor.
@@ -295,7 +295,7 @@ class LossScaledOptimizer(WrappedOptimizer):
             scaled: see `step`.
 
         Raises:
-            UsageError: there was no backward pass, they are unscaled already, or their loss was not scaled.
+            UsageError: there was no backward pass, or the gradients are unscaled already or of an unscaled loss.
         """
         if LISTENERS:
             update_begins()
@@ -385,7 +385,7 @@ class LossScaledOptimizer(WrappedOptimizer):
         return gradients
 
     def make_step(self, scaled: bool | None = None) -> Any:
-        """Make a step from the gradients that are there, in the order that the top of this file describes."""
+        """Make a step from the current gradients, in the order that the top of this file describes."""
         self.is_stepping = True
         try:
             for scaler in self.scaler.all():
@@ -458,7 +458,7 @@ class LossScaledOptimizer(WrappedOptimizer):
     def _close(
         self, scaler: LossScaler, finite: bool | Tensor, explain: Callable[[], str] | None, left: Scaling | None = None
     ) -> None:
-        """End the step; ``left`` is what the gradients still are multiplied by."""
+        """End the step; ``left`` is the scaling that gradients still have."""
         if finite is not False:
             torch.clear_autocast_cache()  # else an autocast region would go on using the old weights
         self.last_step = StepResult(scaler.state, finite, explain)
@@ -468,7 +468,7 @@ class LossScaledOptimizer(WrappedOptimizer):
         self.witness.close(left or Scaling(scaler, 1.0))
 
     def _step_with_closure(self, closure: Callable[[], Any], scaled: bool | None) -> Any:
-        """Step with a closure, which makes the gradients: once before the step, or whenever the optimizer calls it."""
+        """Step with a closure that makes the gradients; call it before the step, or let the optimizer call it."""
         from polyamp.backends.torch.step.closures import evaluates_once, step_reevaluating  # others do not load it
 
         allowed, fix = "a function that computes the loss and returns it, or None", "give the function itself"
@@ -500,14 +500,14 @@ class LossScaledOptimizer(WrappedOptimizer):
             self.is_decided = False
 
     def _step_without_gradients(self) -> Any:
-        """Step as in plain PyTorch, which changes nothing. No loss was tested, so no loss scale advances."""
+        """Step without gradients: as in plain PyTorch parameters stay, and no loss scale advances."""
         self._take()
         result = self.inner.step()
         self._close(self.scaler, True, None)
         return result
 
     def _operators(self) -> FusedStep | None:
-        """Return polyamp's operators, if they are used for the first parameter, with or without a gradient."""
+        """Return polyamp's operators; None if they are not used on the first parameter's device."""
         first: Tensor | None = None
         for group in self.inner.param_groups:
             if first is None and group["params"]:
@@ -521,7 +521,7 @@ class LossScaledOptimizer(WrappedOptimizer):
         return self._fused if self._fused.is_for(first.device) else None
 
     def _take(self, *, remember: bool = False) -> Gradients:
-        """Return the gradients of the parameters in the groups, which masters take from the model's."""
+        """Return the gradients of ``param_groups``, after masters took theirs from the model."""
         masters, witness = self.masters, self.witness
         if masters is not None:
             masters.follow()
@@ -534,7 +534,7 @@ class LossScaledOptimizer(WrappedOptimizer):
         return Gradients(self.inner.param_groups, lambda _: self.norm_group)
 
     def _unscale(self, gradients: Gradients, scaling: Scaling, *, checks: bool) -> Tensor:
-        """Divide by the factor unless that was done; return this rank's flag of what was not finite before."""
+        """Unscale, unless that was done; return 1.0 if this finds inf or NaN on this rank, else 0.0."""
         if self.witness.is_unscaled or not checks:
             return torch.zeros((), device="cpu")
         if self._simple_for[0] != len(gradients.parameters):
@@ -544,7 +544,7 @@ class LossScaledOptimizer(WrappedOptimizer):
         return gradients.unscale(inverse, simple=self._simple_for[1], over_mesh=over_mesh)
 
     def _note(self, bad: Tensor, scaling: Scaling) -> None:
-        """Note the flag of gradients for the losses that made them, and that they are unscaled now."""
+        """Note the flag ``bad`` for the losses of the gradients, which are unscaled now."""
         self.findings.note(bad, self.witness.contributors or ([] if self.witness.is_unscaled else [scaling.scaler]))
         self.witness.note_unscaled(scaling.scaler, masters=self.masters is not None)
 
@@ -554,7 +554,7 @@ class LossScaledOptimizer(WrappedOptimizer):
         self.last_step = StepResult(self.scaler.state)
 
     def join_hook(self, **kwargs: Any) -> Any:
-        """Return what a rank does that has no inputs left in ``torch.distributed.algorithms.Join([model, self])``."""
+        """Return the hook of ``torch.distributed.algorithms.Join([model, self])`` for ranks without further inputs."""
         from polyamp.backends.torch.step.joining import JoinedRank  # other programs do not load it
 
         inner = getattr(self.inner, "join_hook", None)
@@ -566,7 +566,7 @@ class LossScaledOptimizer(WrappedOptimizer):
         return self.process_group or torch.distributed.group.WORLD
 
     def forget_gradients(self) -> None:
-        """Note that the gradients are cleared or about to be made anew."""
+        """Forget the gradients, which are cleared or about to be replaced."""
         self.findings = WindowFlags()
         self.witness.open()
 

@@ -5,7 +5,7 @@ names them only if somebody reads `StepResult.reason`, or if an error is raised:
 
     block.0.weight (3 inf of 1024); the loss was finite: the backward pass overflowed at this loss scale
 
-Every rank knows from the flag's all-reduce which ranks overflowed, and only those know which parameters:
+From the flag's all-reduce every rank knows which ranks overflowed; only these ranks know their parameters:
 
     rank 1: block.0.weight (3 inf of 1024); the loss was finite: ...     on rank 1
     rank 1                                                               on the others
@@ -47,7 +47,7 @@ Counts = tuple[int, int, int]
 
 
 def find(param_groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, Counts]:
-    """Return the parameters whose gradient has inf or NaN now. Waits for the device once, and again for each of them.
+    """Return the parameters whose gradient has inf or NaN now. Waits for the device once, and again for each found.
 
     >>> weight = torch.ones(3, requires_grad=True)
     >>> weight.grad = torch.tensor([1.0, float("inf"), float("nan")])
@@ -95,7 +95,7 @@ def explanation(
     *,
     skipped: bool = False,
 ) -> Callable[[], str]:
-    """Return a function that describes a skipped step, from the gradients that are there when it is called, or now."""
+    """Return a function that describes a skipped step: by the gradients now if ``skipped``, else when it is called."""
     # Now if the host skipped the step; else the function is called only if the device did.
     alive, bad = weakref.ref(optimizer), find(_graded(optimizer)) if skipped else None
 

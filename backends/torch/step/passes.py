@@ -42,7 +42,7 @@ LISTENERS: list[Listener] = []
 
 
 def update_begins(closure: Closure | None = None, scale: Callable[[], float] | None = None) -> None:
-    """Call the listeners, before an optimizer reads or changes anything. If one raises, the update ends."""
+    """Call the listeners before an optimizer reads or changes anything. If a listener raises, the update ends."""
     for listener in LISTENERS:
         listener(closure, None if scale is None else scale())
 
@@ -61,9 +61,9 @@ _SCALED = "polyamp_scaling"
 
 
 def scale(scaler: LossScaler, loss: Any, *, process_group: Any = False, by: object = None) -> Any:
-    """Return a loss, or losses in containers, in float32 (float64 stays) times the loss scale, or times inf.
+    """Return losses, also in containers, in float32 (float64 stays) times the loss scale, or times inf if not finite.
 
-    Their backward passes are marked, as soon as they begin.
+    The losses' backward passes are marked when they begin.
 
     Raises:
         InvalidTypeError: this is not a loss.
@@ -119,7 +119,7 @@ def is_scaled(loss: Tensor) -> bool:
 
 
 class Entry:
-    """A backward pass in the list of the latest ones."""
+    """An entry for a backward pass among the latest."""
 
     def __init__(self, number: int, scaling: Scaling) -> None:
         self.number, self.scaling = number, scaling
@@ -137,7 +137,7 @@ class Pass:
         self.onto_left: list[Observer] = []  # those whose gradients are what the last step left
 
     def __call__(self) -> None:
-        """Remove the hooks, and end after other callbacks, such as DDP's and FSDP's: they are part of the pass."""
+        """Remove the hooks, and call `end` after the callbacks of DDP and FSDP, which are part of the pass."""
         if self.handles:
             self.__del__()
         until_backward_ends(self.end)
@@ -163,7 +163,7 @@ class Passes:
         self._unmarked: tuple[int, Scaling] | None = None
 
     def note(self, scaling: Scaling) -> Entry:
-        """Count a pass that begins."""
+        """Count a pass that begins, and return its entry."""
         self.count, self.seen = self.count + 1, self.seen + 1
         self.latest = [*self.latest[-63:], Entry(self.count, scaling)]
         return self.latest[-1]
@@ -174,7 +174,7 @@ class Passes:
         self._unmarked = (self.count, scaling)
 
     def current(self) -> Pass | None:
-        """Return the pass that the caller is in; None outside of passes, and in that of a loss that nobody scaled."""
+        """Return the pass that the caller is in; None outside of passes, and in the pass of an unscaled loss."""
         # Passes inside another pass, as in reentrant checkpointing, have a task of their own.
         found = self.running.get(running_task())
         return found if found is not None else next(iter(list(self.running.values())), None)
@@ -188,16 +188,16 @@ class Passes:
         return found
 
     def since(self, count: int) -> list[Entry]:
-        """Return the latest passes since the count."""
+        """Return the latest passes after the ``count``-th."""
         return [one for one in self.latest if one.number > count]
 
     def scalings_since(self, count: int, *, unobserved: bool = False) -> list[Scaling]:
-        """Return the scalings of the latest passes since the count: of all, or of those that no parameter observed."""
+        """Return the scalings of passes after the ``count``-th; if ``unobserved``, of those that no parameter noted."""
         found = [one.scaling for one in self.since(count) if not (unobserved and one.has_arrived)]
         return found or [*filter(None, [self.unmarked_since(count)])]
 
     def unmarked_since(self, count: int) -> Scaling | None:
-        """Return the latest scaling since the count whose pass could not be marked."""
+        """Return the latest scaling after the ``count``-th whose pass was not marked."""
         return None if self._unmarked is None or self._unmarked[0] <= count else self._unmarked[1]
 
 
@@ -205,10 +205,10 @@ PASSES = Passes()
 
 
 class Observer(Protocol):
-    """Who wants to know about passes."""
+    """An object that is told of passes."""
 
     def prepare_for(self, begun: Pass, unscaled: Set[int], /) -> None:
-        """Prepare for a pass that reaches leaves with these ids without a scale."""
+        """Prepare for a pass; ``unscaled`` has ids of leaves reached without a scale."""
 
     def end_of(self, ended: Pass, /) -> None:
         """Look at the gradients after a pass."""
@@ -240,7 +240,7 @@ def _pass_begins(scaling: Scaling, grad: Tensor) -> None:
 
 
 def parts_of(roots: Sequence[Any], *, whole: bool = False) -> tuple[list[Scaling], dict[int, Tensor]]:
-    """Return the scalings of the losses that a pass starts from, and the leaves that it reaches without one, by id.
+    """Return the scalings of the losses of a pass, and by id the leaves that the pass reaches without a scaling.
 
     If ``whole``, return all leaves, and no scalings.
     """

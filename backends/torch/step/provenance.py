@@ -1,6 +1,6 @@
-"""What gradients are multiplied by: what was done to them, noted where it is done, and a judgement at the step.
+"""Finds what gradients are multiplied by: notes what is done to them, and judges at the step.
 
-A step divides gradients by the loss scale, so it has to know which losses made them. Nobody is told. A hook on each
+A step divides gradients by the loss scale, so it has to know which losses made them. No caller tells it. A hook on each
 scaled loss marks its backward pass while it runs, and a hook on parameters notes the marks that reach them:
 
     opt.backward(loss)      a pass marked with 1024 reaches the parameters: their gradients are multiplied by 1024
@@ -9,8 +9,8 @@ scaled loss marks its backward pass while it runs, and a hook on parameters note
 
 If a pass starts from more than one loss, its graph shows what it reaches without a scale.
 
-Gradients have one scale. If a pass with another one begins while there are gradients, whatever of it arrives is brought
-to the scale of what is there, by a power of two in the usual case, which is exact:
+Gradients have one scale. If a pass with another scale begins while there are gradients, what the pass adds is brought
+to their scale, by a power of two in the usual case, which is exact:
 
     opt.unscale_()          gradients multiplied by 1
     opt.backward(other)     a pass marked with 1024: what arrives is multiplied by 1/1024, and added
@@ -47,7 +47,7 @@ from polyamp.scale import StepResult
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
-    """What a wrapped optimizer has, for the parts of a step; `LossScaledOptimizer` adds what users call."""
+    """The part of a wrapped optimizer that a step uses; `LossScaledOptimizer` adds what users call."""
 
     inner: torch.optim.Optimizer
     scaler: LossScaler  # of losses without an id
@@ -71,7 +71,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self.scaler.settings.check
 
     def parameter_groups(self) -> list[list[Tensor]]:
-        """Return the model's own parameters by group, which get gradients from backward passes, without masters."""
+        """Return by group the model's own parameters, which backward passes reach, in place of masters."""
         groups = list(map(itemgetter("params"), self.inner.param_groups))
         if self.masters is None:
             return groups
@@ -103,12 +103,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return next(self.model_parameters()).device
 
     def decide(self, bad: Tensor, scaling: Scaling) -> Tensor:
-        """Return whether to skip, by this rank's flag and those of the others: 1.0 or 0.0."""
+        """Return 1.0 to skip the step, else 0.0, from the flags of all ranks."""
         self.is_decided = True
         return self.findings.note_decision(scaling.scaler.decide(bad, self.process_group), bad.device)
 
     def tell_peers(self) -> None:
-        """Let the other ranks refuse a step too that this one refuses, unless all have decided: they would wait."""
+        """Unless all have decided, let the other ranks refuse a step that this rank refuses, instead of waiting."""
         if self.checks and not self.is_decided and has_peers(self.process_group):
             flag = torch.zeros((), device=self.join_device)
             self.scaler.decide(flag, self.process_group, refuses=True)
@@ -172,7 +172,7 @@ class Provenance:
                 self._share()
 
     def note_unscaled(self, scaler: LossScaler, *, masters: bool) -> None:
-        """Note that the gradients, or those of masters that were taken from them, were divided by their factor."""
+        """Note that the gradients, or the masters' copies of them, were divided by their factor."""
         if masters and not self.is_unscaled:
             self.model_scaling = self.scaling
         self.scaling, self.contributors = Scaling(scaler, 1.0), []
@@ -181,7 +181,7 @@ class Provenance:
             self._share()
 
     def _note_scaled_loss(self, scaling: Scaling, *, is_marked: bool = True) -> None:
-        """Note a loss that added to the gradients; if it was not finite, the step is skipped, whatever they are."""
+        """Note a scaled loss that added to the gradients; a loss that is not finite skips the step in any case."""
         if self.scaling is None or (self.from_last_step and not is_marked):
             self.scaling = scaling
         elif not (is_marked or self.scaling.is_like(scaling)):
@@ -192,7 +192,7 @@ class Provenance:
             self.owner.findings.note_loss(scaling.finite, scaling.scaler)
 
     def accept_writes(self) -> None:
-        """Count writes to the gradient before a backward pass ended as part of that pass."""
+        """Treat writes before the end of a backward pass as part of the pass."""
         param = None if self._latest_gradient is None else self._latest_gradient.param()
         if param is not None and param.grad is not None:
             self._latest_gradient = Gradient.of(param)
@@ -200,17 +200,17 @@ class Provenance:
             one.accept()
 
     def accept_unscaling(self) -> None:
-        """Go on from unscaled gradients, with all that was added to them by hand."""
+        """Treat what was added by hand so far as part of unscaled gradients."""
         added = {one.result for one in self._by_hand if one.is_written}
         self._by_hand = [one for one in self._by_hand if one.result not in added]
         self.accept_writes()
 
     def forget_by_hand(self) -> None:
-        """Forget gradients that nobody has added by hand yet, since others are about to be changed."""
+        """Forget results of `torch.autograd.grad` that nobody has added yet, before other writes."""
         self._by_hand = self._added_by_hand()
 
     def _share(self) -> None:
-        """Note the gradients that other optimizers have too, and what they are multiplied by now."""
+        """Note the gradients that other optimizers share, with what multiplies them now."""
         # masters, and polyamp's operators, do not clip the model's own gradients
         scaling = None if self.owner.max_grad_norm is not None else self.model_scaling or self.scaling
         self.shared += [(Gradient.of(param), scaling) for param in self._shared() if param.grad is not None]
@@ -224,9 +224,9 @@ class Provenance:
     # --- what follows at a step, or where a pass begins ---------------------------------------------------------------
 
     def judge(self, declared: Any = None) -> Scaling | None:
-        """Return what the gradients are multiplied by, or refuse what would be wrong, before anything is changed.
+        """Return what the gradients are multiplied by, or raise if that is not one factor, before any change.
 
-        None: there are no gradients, and none were tested, since the backward passes were for other optimizers.
+        None: no gradients are there or were tested, since the backward passes were for other optimizers.
 
         Raises:
             InvalidTypeError: ``declared``, the argument of `step`, is neither a bool nor None.
@@ -298,7 +298,7 @@ class Provenance:
         return found[0]
 
     def _unobserved_scalings(self) -> list[Scaling]:
-        """Return the scalings that gradients may have that no hook has seen."""
+        """Return the possible scalings of gradients that no hook has seen."""
         return self._scalings_by_hand() or PASSES.scalings_since(self._opened_at, unobserved=True)
 
     def _scalings_by_hand(self) -> list[Scaling]:
@@ -308,7 +308,7 @@ class Provenance:
         return [one for one in self._by_hand if one.look()]
 
     def _is_alike(self, added: ByHand) -> bool:
-        """Return whether gradients that were added by hand have the scale of the others."""
+        """Return whether gradients added by hand have the scale of the other gradients."""
         if added.is_master and not self.is_unscaled:  # the step replaces those of masters by the model's
             return False
         own = self.scaling if added.is_master or self.model_scaling is None else self.model_scaling
@@ -331,7 +331,7 @@ class Provenance:
 
     @property
     def is_consumed(self) -> bool:
-        """Whether the gradients are those that the last step left."""
+        """Whether gradients of the last step are left, unchanged."""
         return any(map(Gradient.is_untouched, self.from_last_step))
 
     @property
@@ -346,7 +346,7 @@ class Provenance:
 
     @property
     def latest_is_scaled(self) -> bool:
-        """Whether the latest gradient that a pass reached is scaled, and nobody has written to it since."""
+        """Whether the latest gradient that a pass reached is scaled, and unchanged since."""
         latest = self._latest_gradient
         return latest is not None and latest.is_untouched() and self.are_scaled
 
@@ -363,11 +363,11 @@ class Provenance:
         return is_tested or len(self.contributors) > 1
 
     def _own_passes(self) -> list[Entry]:
-        """Return the passes since the last step that the owner's own method made."""
+        """Return the passes since the last step whose losses the owner scaled."""
         return [one for one in PASSES.since(self._opened_at) if one.scaling.by == id(self)]
 
     def with_hooks(self) -> Iterable[Tensor]:
-        """Return parameters that may have a user's hooks: at the first step all, later the latest if it has some."""
+        """Return parameters to search for users' hooks: at the first step all, later the latest if it has hooks."""
         latest = None if self._latest_gradient is None else self._latest_gradient.param()
         if latest is None or self in NEW:
             return self.owner.model_parameters()

@@ -26,7 +26,7 @@ HALVES = 2  # of 16 bits in each number that is compared
 
 
 class RankSet:
-    """A set of ranks, each of which set one bit of its own. Reading it waits for the device."""
+    """A set of ranks, stored as one bit for each. Reading it waits for the device."""
 
     def __init__(self, bits: Tensor, members: Sequence[int] | None, here: int) -> None:
         self._bits, self._members, self._here = bits, members, here
@@ -52,7 +52,7 @@ class RankSet:
 
 
 class Decision:
-    """What the ranks of a group have reported about a step, in the words of `decide`."""
+    """The reports of a group's ranks about a step: the words that `decide` summed."""
 
     def __init__(self, words: Tensor, process_group: Any) -> None:
         self.words, self.process_group = words, process_group
@@ -65,12 +65,12 @@ class Decision:
         )
 
     def agree(self) -> Tensor:
-        """Return whether the loss scales of all ranks are in the same state: numbers are equal iff they do not vary."""
+        """Return whether the loss scales of all ranks are in the same state, from the sums that `decide` explains."""
         sums, squares = self._sums.unbind()
         return sums.square().eq(squares * self._size).all()
 
     def flag(self, device: torch.device) -> Tensor:
-        """Return a float32 scalar on a device: 1.0 if no rank may step, else 0.0."""
+        """Return a float32 scalar on a device: 1.0 if no rank is to step, else 0.0."""
         return (self._bits.any() | ~self.agree()).to(device, torch.float32)
 
 
@@ -82,10 +82,10 @@ def decide(
     refuses: bool = False,
     process_group: Any = None,
 ) -> Decision:
-    """Decide together with the other ranks about a step. Every rank of the group has to call it, whatever it has.
+    """Decide with the other ranks whether to skip a step. Every rank of the group has to call this.
 
-    One all-reduce sums words of one shape, whatever a rank has seen. Three of them are sets of ranks, each of which
-    adds one bit of its own: with 2 ranks, of which rank 1 overflowed, 0b00 + 0b10 is 0b10. The others compare the
+    One all-reduce sums integers (words), always of one shape. Three sets of ranks are among them, to which each rank
+    adds its own bit: with 2 ranks, of which rank 1 overflowed, 0b00 + 0b10 is 0b10. The others compare the
     states of the loss scale: with n ranks, n times the sum of squares is the square of the sum only for equal numbers.
 
     Args:
@@ -129,7 +129,7 @@ def _halves(state: LossScaleState, device: torch.device) -> Tensor:
 
 
 def _device_for(wanted: torch.device, process_group: Any = None) -> torch.device:
-    """Return the device on which ranks combine tensors of a device: NCCL, for example, refuses those of the CPU."""
+    """Return the device for collectives on tensors of ``wanted``: NCCL, for example, refuses the CPU."""
     backends = torch.distributed.get_backend_config(process_group)  # such as "cpu:gloo,cuda:nccl"
     types = [part.split(":")[0] for part in backends.split(",")]
     return wanted if wanted.type in types else torch.device(types[0])
@@ -161,21 +161,21 @@ def least_over_ranks(numbers: Sequence[float]) -> list[float]:
 
 
 def has_peers(process_group: Any = None) -> bool:
-    """Return whether there is something to decide together: whether this is one of several ranks of the group."""
+    """Return whether this is one of several ranks of the group, which have to decide together."""
     if process_group is False or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     return torch.distributed.get_world_size(process_group) > 1  # -1 if this process is not in the group
 
 
 def layout_of(tensor: Any) -> Any:
-    """Return how a tensor lies over ranks: its mesh and placements. None for any that is whole, or not summed yet."""
+    """Return the mesh and placements of a tensor split over ranks; None if it is whole, or not summed yet."""
     placements = getattr(tensor, "placements", ()) if type(tensor) not in (Tensor, Parameter) else ()
     is_split = placements and not any(placement.is_partial() for placement in placements)
     return (tensor.device_mesh, placements) if is_split else None
 
 
 def add_shards_(total: Tensor, layout: Any) -> None:
-    """Sum a total over ranks, in place, that each rank computed from its shards of tensors of a layout."""
+    """Sum over ranks, in place, a total that each rank computed from its shards of one layout."""
     mesh, placements = layout
     for dimension, placement in enumerate(placements):
         if not placement.is_replicate():  # `is_shard` is false for the shards of shards that FSDP2 makes

@@ -74,7 +74,7 @@ def refused_elsewhere(ranks: str) -> UsageError:
 
 
 def unlike_scales(state: LossScaleState) -> UsageError:
-    """Return the error for ranks whose loss scales are not in the same state, so that they drift apart."""
+    """Return the error for ranks whose loss scales are not in the same state."""
     return UsageError(
         "the ranks have different loss scales",
         where="step(), before anything was changed",
@@ -91,7 +91,7 @@ def _is_group(found: object) -> bool:
 
 
 def check_norm(max_norm: object) -> None:
-    """Raise if this is not a limit for a norm; torch accepts 0 and inf."""
+    """Raise unless this is a number from 0 to inf, as torch accepts."""
     where, allowed = "clip_grad_norm_(max_norm)", "a number of at least 0"
     fix = "give the largest global L2 norm that gradients may have"
     if not is_number(max_norm):
@@ -108,7 +108,7 @@ _READS_GRADIENTS = "step(), unscale_(), clip_grad_norm_()"
 
 
 def not_cleared(*, where: str = _READS_GRADIENTS) -> UsageError:
-    """Return the error for gradients of the last step to which a backward pass adds, or was about to."""
+    """Return the error for a backward pass that adds, or would add, to gradients of the last step."""
     return UsageError(
         "the unscaled gradients of the last step are still there, and a scaled backward pass would add to them",
         where=where,
@@ -117,7 +117,7 @@ def not_cleared(*, where: str = _READS_GRADIENTS) -> UsageError:
 
 
 def mixed() -> UsageError:
-    """Return the error for gradients that no factor is right for."""
+    """Return the error for a sum of gradients of different scales."""
     return UsageError(
         "gradients of different scales were added up",
         where=_READS_GRADIENTS,
@@ -128,7 +128,7 @@ def mixed() -> UsageError:
 
 
 def mixed_by_hand() -> UsageError:
-    """Return the error for what `torch.autograd.grad` returned, added to gradients of another scale."""
+    """Return the error for results of `torch.autograd.grad` added to gradients of another scale."""
     return UsageError(
         "gradients of different scales were added up",
         where=_READS_GRADIENTS,
@@ -190,7 +190,7 @@ def unscaled_already(*, where: str, fix: str) -> UsageError:
 
 
 def converted_later(dtype: torch.dtype) -> UsageError:
-    """Return the error for 16-bit parameters without masters, which nobody asked for."""
+    """Return the error for parameters converted to 16 bits after wrapping."""
     return UsageError(
         "the parameters were converted to 16 bits after their optimizer was wrapped",
         where="step()",
@@ -226,7 +226,7 @@ def different_loss_scales(*, where: str, fix: str) -> UsageError:
 
 
 def of_another_scaler(found: object, *, where: str) -> UsageError:
-    """Return the error for an optimizer that a scaler of wrapped optimizers was not made with."""
+    """Return the error for an optimizer that is not among a scaler's wrapped optimizers."""
     return UsageError(
         "this is not an optimizer of the scaler",
         where=where,
@@ -262,7 +262,7 @@ def half_gradients(name: str) -> InvalidValueError:
 
 
 def inner_stepped(*, where: str) -> UsageError:
-    """Return the error for a step of the optimizer inside a wrapped one."""
+    """Return the error for a direct step of a wrapped optimizer's inner one."""
     return UsageError(
         "the inner optimizer was stepped while its gradients are scaled",
         where=where,
@@ -273,7 +273,7 @@ def inner_stepped(*, where: str) -> UsageError:
 
 
 def not_wrapped(*, where: str) -> UsageError:
-    """Return the error for a step of an optimizer that nobody wrapped, which a scaled loss has reached."""
+    """Return the error for a step of an unwrapped optimizer on gradients of a scaled loss."""
     return UsageError(
         "an optimizer that was not wrapped was stepped on gradients of a scaled loss",
         where=where,
@@ -285,7 +285,7 @@ def not_wrapped(*, where: str) -> UsageError:
 
 
 def steps_in_backward(*, where: str) -> UsageError:
-    """Return the error for a step before it can be known whether all gradients are finite."""
+    """Return the error for a step inside the backward pass of a scaled loss."""
     return UsageError(
         "an optimizer was stepped inside the backward pass of a scaled loss",
         where=where,

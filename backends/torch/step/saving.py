@@ -85,7 +85,7 @@ def _saved_scale(scaler: LossScaler) -> dict[str, Any]:
 
 
 def _scales(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> list[tuple[Any, LossScaleState]]:
-    """Return the states of all losses by their ids: those saved, or those to start with, which a plain state lacks."""
+    """Return each loss id with the state of its scale: the saved state, or if there is none, the initial state."""
     settings, others = optimizer.scaler.settings, saved.get("loss_scales", {})
     if _is_plain(saved):
         return [(loss_id, settings.initial_state()) for loss_id in (None, *optimizer.scaler.others)]
@@ -101,7 +101,7 @@ def _scales(optimizer: WrappedOptimizer, saved: Mapping[str, Any]) -> list[tuple
 
 
 def _keep_dtypes(inner: torch.optim.Optimizer, saved: Mapping[str, Any], *, widened: bool) -> None:
-    """Restore the dtypes of loaded moments, which torch casts to the parameter's dtype."""
+    """Restore the saved dtypes of moments, which torch casts to their parameter's dtype."""
     # 16-bit moments are not restored if masters have replaced the parameters.
     params = [param for group in inner.param_groups for param in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]

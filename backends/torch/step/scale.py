@@ -45,7 +45,7 @@ from polyamp.skips import non_finite_loss, report_limits, report_nonfinite_loss
 
 
 class LossScaler(OfPolicy):
-    """A `LossScale` in use: its settings and its state, and the scalers of losses with an id, each with its own."""
+    """A `LossScale` in use: its settings and its state, and a scaler of its own for each loss with an id."""
 
     def __init__(self, settings: LossScale, policy: Policy | None = None) -> None:
         self.settings = settings.in_float32()  # so that host and device use the same scales
@@ -71,7 +71,7 @@ class LossScaler(OfPolicy):
         self.resume(self.settings.from_state_dict(saved["state"]._asdict()))
 
     def of(self, loss_id: Hashable, process_group: Any = False) -> Self:
-        """Return the scaler of losses with an id; None is this one, and so is any id on one of several ranks."""
+        """Return the scaler of a loss id: this one for None, and for every id if there are several ranks."""
         if loss_id is None:
             return self
         if not isinstance(loss_id, Hashable):
@@ -99,7 +99,7 @@ class LossScaler(OfPolicy):
         return self.settings.check and not self.settings.min == self.settings.max == 1
 
     def note_losses(self, losses: Sequence[Tensor]) -> dict[int, bool | Tensor]:
-        """Note whether losses that are to be scaled are finite, and return it by their ids, as far as it is known."""
+        """Note whether losses are finite, and return that by ``id(loss)``, or an empty dict in compiled code."""
         if not self._has_new_loss:  # the first loss since a step
             self._has_new_loss, self.loss_was_finite = True, None
         if self._control is not None and is_captured():
@@ -133,7 +133,7 @@ class LossScaler(OfPolicy):
         """Decide about a step together with the other ranks; see `ranks.decide`.
 
         Raises:
-            PolyampError: on every rank, for what `_check` refuses. What is on a device is refused at a later step.
+            PolyampError: on every rank, if `_check` refuses; for a decision on a device, at a later step.
         """
         finite = self.loss_was_finite if self._has_new_loss else None
         decision = decide(bad, self.state, loss_was_finite=finite, refuses=refuses, process_group=process_group)
@@ -168,7 +168,7 @@ class LossScaler(OfPolicy):
             self.late.send(functools.partial(self._report, finite))
 
     def _report(self, finite: Tensor) -> Tensor:
-        """Return the report of a step, in the form of polyamp's operators."""
+        """Return a step's report in the form that polyamp's operators write."""
         known, device = self.loss_was_finite, finite.device
         number = constant(int(known is not False), torch.int32, device)
         return report_of(self.state, finite, known.to(device) if isinstance(known, Tensor) else number)
@@ -179,7 +179,7 @@ class LossScaler(OfPolicy):
         return self.loss_was_finite is not None and self._has_new_loss
 
     def opens_round(self, voter: object) -> bool:
-        """Return whether the next vote is the first for its loss, so that an operator may advance the state."""
+        """Return whether the next vote is the first for its loss; only then can an operator advance the state."""
         return self._has_new_loss or not self._votes or id(voter) in self._votes
 
     def _vote(self, finite: bool | Tensor, voter: object) -> bool | Tensor:
@@ -199,7 +199,7 @@ class LossScaler(OfPolicy):
         return self._control
 
     def advanced(self, report: Tensor, voter: object) -> None:
-        """Note that an operator has advanced the state in `control_on`, and its report; see `advance`."""
+        """Take over the state that an operator has advanced, from the operator's report; see `advance`."""
         self._vote(applied_flag(report), voter)
         self.state = unpack(report)
         self.late.send(functools.partial(self._with_loss, report))
@@ -251,7 +251,7 @@ class LossScaler(OfPolicy):
         report_limits(self.settings, state, explain)
 
     def _host_factors(self, scale: float) -> tuple[float, Tensor, Tensor]:
-        """Return scalars on the CPU, which torch accepts together with tensors of any device. Cached for one scale."""
+        """Return a scale, and the scale and its inverse as CPU scalars, which torch mixes with any device's tensors."""
         if scale != self._factors[0]:
             pair = torch.tensor([scale, 1.0 / scale], dtype=torch.float32, device="cpu")
             self._factors = (scale, pair[0], pair[1])
@@ -273,11 +273,11 @@ class Scaling(NamedTuple):
     finite: bool | Tensor = True  # whether the loss was, as far as this is known
 
     def with_finite(self, other: Scaling) -> Scaling:
-        """Return the same for the losses of both."""
+        """Return this scaling, finite only if both are."""
         return self if other.finite is True else self._replace(finite=both(self.finite, other.finite))
 
     def is_like(self, other: Scaling) -> bool:
-        """Return whether gradients of both can be added. Scales on a device must be the same tensor."""
+        """Return whether gradients of both scalings can be added. Factors on a device must be one tensor."""
         one, two = self.factor, other.factor
         if one is two:
             return True

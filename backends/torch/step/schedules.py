@@ -1,4 +1,4 @@
-"""Skipping with an optimizer: schedules and averages that move once per step, without waiting for the device."""
+"""Schedules and averages that move only at applied steps, without waiting for the device."""
 
 from __future__ import annotations
 

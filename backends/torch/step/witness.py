@@ -1,8 +1,8 @@
 """Observes backward passes, and records what each does to the gradients of one optimizer; see ``provenance.py``.
 
-A pass is met twice. When it begins, `Witness.prepare_for` looks at the gradients that are there, so that what it adds
-arrives with their scale; when it has reached a parameter, `Witness.note` records it. Whatever somebody did in between,
-such as clearing gradients, is inferred from the tensors, which count what is written to them.
+The witness meets a pass twice. When the pass begins, `Witness.prepare_for` looks at existing gradients, so that what
+the pass adds arrives with their scale; when it has reached a parameter, `Witness.note` records it. What the program
+did in between, such as clearing gradients, is inferred from the tensors, which count what is written to them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Witness(Provenance):
         self._refuse_what_is_there()  # of passes before there was a hook
 
     def prepare_for(self, begun: Pass, unscaled: Set[int]) -> None:
-        """Prepare for a pass that may add to the gradients, and reaches leaves with these ids without a scale."""
+        """Prepare for a pass that may add to the gradients; ``unscaled`` has ids of leaves reached without a scale."""
         own, other = self.scaling, begun.scaling
         self._forget_cleared()
         if self._by_hand:
@@ -69,7 +69,7 @@ class Witness(Provenance):
             self.shared = [one for one in self.shared if one[0].is_filled()]
 
     def _keep_after_write(self) -> None:
-        """Go on refusing gradients that somebody changed since they were noted, if some are left that are not zeros."""
+        """Keep refusing gradients after a write to them, unless they are all zeros now."""
         if self._is_untouched():
             return
         left = self.owner.first_with_gradient()
@@ -79,7 +79,7 @@ class Witness(Provenance):
             self._faults = set()
 
     def _starts_afresh(self, begun: Pass) -> bool:
-        """Open another window if the gradients were cleared, so that a pass may have another scale than they had."""
+        """Open a new window, where any scale will do, if the gradients were cleared; return whether it was opened."""
         own, left = self.scaling, self.from_last_step
         if own is None or (not left and begun.scaling is not None and own.is_like(begun.scaling)):
             return False
@@ -91,15 +91,15 @@ class Witness(Provenance):
         return True
 
     def _keep_all_left(self) -> None:
-        """Look for all gradients that the last step left, since others are about to be added."""
+        """Note all gradients that the last step left, before a pass adds to them."""
         self.from_last_step = [Gradient.of(param) for param in self.owner.model_parameters() if param.grad is not None]
 
     def _mix(self, reached: Sequence[Tensor]) -> None:
-        """Note that a pass has added to gradients what no factor is right for."""
+        """Note gradients to which a pass added with and without a scale."""
         self._partly_scaled += [Gradient.of(param) for param in reached if param.grad is not None]
 
     def _note_by_hand(self, begun: Pass) -> None:
-        """Note the parameters by which a pass differentiates, to return the result."""
+        """Note the parameters whose gradients a pass returns, instead of adding to ``grad``."""
         given, masters = {*map(id, begun.call.inputs)}, self.owner.masters
         begun.entry.has_arrived |= not given.isdisjoint(map(id, self.owner.model_parameters()))
         if begun.call.create_graph:  # that of a penalty, which is part of a loss
@@ -116,7 +116,7 @@ class Witness(Provenance):
                     self._by_hand += [ByHand(begun.scaling, one, result, is_master=one is not model) for one in holders]
 
     def _look_for_unobserved(self, begun: Pass, other: Scaling) -> None:
-        """Look for gradients of an earlier loss with another scale that were set by hand."""
+        """Look for gradients that were set by hand from an earlier loss of another scale."""
         earlier = [one for one in self._unobserved_scalings() if one is not other]
         if all(map(other.is_like, earlier)) or not self._is_filled():
             return
@@ -128,7 +128,7 @@ class Witness(Provenance):
             self._refuse_what_is_there(mixed=True)
 
     def _bring(self, begun: Pass, other: Scaling) -> None:
-        """Let what a pass adds arrive with the scale of what is there."""
+        """Bring what a pass adds to the scale of existing gradients."""
         masters, findings = self.owner.masters, self.owner.findings
         if self.model_scaling is not None and masters is not None:
             is_mixed = masters.are_torn() or not all(map(self._is_alike, self._added_by_hand()))
@@ -159,7 +159,7 @@ class Witness(Provenance):
 
     @torch.no_grad()
     def _give_back(self, masters: MasterWeights, scaling: Scaling) -> None:
-        """Multiply all gradients as those of the model were before masters took them, with what masters changed."""
+        """Scale all gradients again as the model's were, and copy what changed in the masters' to the model's."""
         masters.give_back(scaling.factor)
         own = set(map(id, masters.model))
         for param in self.owner.model_parameters():
@@ -171,7 +171,7 @@ class Witness(Provenance):
             one.is_written = one.is_written and not one.is_master  # what was added to a master is in the model's now
 
     def note(self, param: Tensor, task: int) -> None:
-        """Note the pass that has just added to a parameter's gradient, at its first parameter."""
+        """Note a pass that has just added to the gradient of ``param``, its first parameter."""
         if param.grad is None:
             return
         self.task = task
@@ -214,10 +214,10 @@ class Witness(Provenance):
             self._faults.add("unscaled")
 
     def _continues(self, own: Scaling) -> bool:
-        """Return whether a pass goes on from representations that the optimizer's own loss was differentiated by.
+        """Return whether a pass continues from representations, by which the optimizer's loss was differentiated.
 
-        Nothing shows it, so all passes of a window have to start in the same way: from gradients of representations,
-        or from losses that hold these.
+        The graph does not show that, so all passes of a window have to start in the same way: from gradients of
+        representations, or from losses that hold these.
         """
         is_first = self.scaling is None and "unscaled" not in self._faults
         call = running_backward()
@@ -245,7 +245,7 @@ class Witness(Provenance):
         self.watch(params)
 
     def _refuse_what_is_there(self, *, mixed: bool = False) -> None:
-        """Note that there are gradients, other than zeros, that no factor is right for, until they are cleared."""
+        """Refuse the existing gradients, unless they are zeros, until they are cleared."""
         param = self.owner.first_with_gradient()
         if param is not None and self._is_filled():
             self._latest_gradient = Gradient.of(param)

@@ -31,7 +31,7 @@ def on_fakes(mode: Any) -> Iterator[None]:
 
 
 def size_guards(fakes: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], bool]:
-    """Return a test whether a captured graph is valid for tensors' sizes, by the guards that Dynamo would make."""
+    """Return a function that tests, as Dynamo's guards would, if a captured graph is valid for tensors' sizes."""
     mode: Any = fake_mode_of(fakes)
     shapes: Any = None if mode is None else mode.shape_env
     guards = None if shapes is None else shapes.produce_guards_expression(fakes)
@@ -72,7 +72,7 @@ def on_a_device(meta: Tensor, device_type: str, mode: Any) -> Tensor:
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Suppress PyTorch's log message about an operator without a fake kernel, which it also raises as an error."""
+    """Suppress PyTorch's log message about an operator without a fake kernel: an error reports it too."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
@@ -83,7 +83,7 @@ def quietly() -> Iterator[None]:
 
 @contextmanager
 def with_data() -> Iterator[None]:
-    """Operate on tensors with data inside a mode of fakes."""
+    """Leave the fake mode, to operate on tensors with data."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():

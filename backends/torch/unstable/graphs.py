@@ -34,7 +34,7 @@ def has_context(index: int) -> bool:
 
 @contextmanager
 def capturing(code: Any, backend: Any) -> Iterator[None]:
-    """Set up how Dynamo captures a function: with recurrent layers, numbers as constants, one symbol per size."""
+    """Make Dynamo capture recurrent layers, numbers as constants, and each size as a symbol of its own."""
     # None of these is an option of ``torch.compile``. Dynamo's data about code and backend is removed afterwards, since
     # it counts the graphs of a function and refuses more after a limit.
     import torch._dynamo as dynamo
@@ -92,7 +92,7 @@ _LOGS = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 
 def capture_errors() -> tuple[tuple[type[Exception], ...], type[Exception]]:
-    """Return Dynamo's exceptions: those for code that is not one graph, and that for operations that fail."""
+    """Return Dynamo's exceptions for code that is not one graph, and its exception for failed operations."""
     from torch._dynamo import exc
 
     return (exc.Unsupported, exc.UserError), exc.TorchRuntimeError
@@ -109,7 +109,7 @@ def drop_source(file: str) -> None:
 
 @contextmanager
 def _letting_go_of_failures() -> Iterator[None]:
-    """If a capture ends in an error, let its objects be collected; see `let_go`. They can only be found here."""
+    """Let the objects of a failed capture, which can only be found here, be collected; see `let_go`."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     original, thread, made = ShapeEnv.__init__, threading.get_ident(), list[Any]()
@@ -134,7 +134,7 @@ def _letting_go_of_failures() -> Iterator[None]:
 
 
 def hint(number: Any) -> int:
-    """Return the size in the example, which symbolic sizes hold privately; 0 for a size that depends on values."""
+    """Return a size's number in the example, which it holds privately if symbolic; 0 if it depends on values."""
     if not isinstance(number, torch.SymInt):
         return int(number)
     return int(number.node.hint) if number.node.has_hint() else 0
@@ -160,7 +160,7 @@ def aten_graph(function: Callable[..., Any], fakes: Sequence[Any]) -> Any:
 
 
 def is_operator_of_bodies(target: Any, name: str) -> bool:
-    """Return whether a node calls the higher-order operator of that name; their classes are private."""
+    """Return whether a node calls the higher-order operator ``name``, whose class is private."""
     from torch._ops import HigherOrderOperator
 
     return isinstance(target, HigherOrderOperator) and target.__name__ == name
@@ -181,7 +181,7 @@ def constant_when_compiled(fn: Method) -> Method:
 
 
 def never_compiled(fn: Method) -> Method:
-    """Make Dynamo run the frames of a function and of its calls in Python; inlined calls are not affected."""
+    """Make Dynamo leave a function, and all that it calls, to Python, unless Dynamo inlines the function."""
     # `torch.compiler.disable` imports Dynamo, and is itself a frame and a graph break.
     from torch._C._dynamo import eval_frame
 
@@ -250,7 +250,7 @@ def _unset() -> Any:
 
 
 def before_compiling(begin: Callable[[], None]) -> None:
-    """Call a function before this program compiles code: now, if `torch.compile` was called, or when it will be."""
+    """Call ``begin`` before this program compiles code: now if it has called `torch.compile`, else when it does."""
     # Nothing public reports this. Dynamo keeps the backends of all compiled functions. If it is not loaded yet, nobody
     # can be asked later, since it may be imported and used at once; so then its import counts.
     eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")

@@ -24,7 +24,7 @@ def written_arguments(overload: Any) -> list[tuple[int, str]]:
 
 
 def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that a call of an operator changes, whichever of its overloads the call means."""
+    """Return the arguments that a call of an operator changes, under any overload that fits."""
     found = list[Any]()
     for schema in [operator._schema] if hasattr(operator, "_schema") else _schemas(str(operator).replace(".", "::")):
         places = [(str(one.type), -1 if one.kwarg_only else index, one.name) for index, one in _written(schema)]
@@ -38,7 +38,7 @@ def written_by(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _takes(kind: str, value: Any) -> bool:
-    """Return whether an argument of a schema may be this value; ``sort`` changes a list, but not a tensor."""
+    """Return whether a value is of an argument's kind; ``sort``, for one, changes a list, but not a tensor."""
     return "Optional" in kind if value is None else ("List" in kind) == isinstance(value, list | tuple)
 
 
@@ -113,7 +113,7 @@ class _Kept(dict[str, Any]):
 
 
 def keep_in_checkpoints(state: Callable[[], Any]) -> None:
-    """Let each of torch's checkpoints keep the result of a function when it is called."""
+    """Make each of torch's checkpoints, when called, keep the result of ``state()``."""
     # A checkpoint keeps native autocast's state for the second run of its function, and nothing else can be added.
     original = checkpoint._get_autocast_kwargs
 
@@ -128,7 +128,7 @@ def keep_in_checkpoints(state: Callable[[], Any]) -> None:
 
 
 def kept_by_checkpoint() -> list[Any]:
-    """Return what the checkpoint kept that runs its function again in this thread, as a list; empty without one."""
+    """Return in a list what a checkpoint kept, while it reruns its function in this thread; else an empty list."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_globals is vars(checkpoint):
@@ -141,7 +141,7 @@ def kept_by_checkpoint() -> list[Any]:
 
 
 def object_with_id(number: int) -> Any:
-    """Return the live object with an ``id``, which is all that Dynamo reveals of a module that it traces."""
+    """Return the live object with this ``id``: Dynamo reveals only the id of a module that it traces."""
     return ctypes.cast(number, ctypes.py_object).value
 
 
@@ -160,7 +160,7 @@ def is_new(tensor: Tensor) -> bool:
 
 
 def wrapper_like(kind: type[Tensor], tensor: Tensor, dtype: torch.dtype) -> Any:
-    """Return a tensor of a subclass, without memory, with another one's metadata except for its dtype."""
+    """Return a tensor of class ``kind`` without memory, with this dtype and else the metadata of ``tensor``."""
     # PyTorch's own documentation makes subclasses with ``torch_dispatch`` in this way, although it is a private name.
     return Tensor._make_wrapper_subclass(
         kind,
@@ -177,7 +177,7 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 class EagerDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode whose method is called directly."""
+    """A dispatch mode that torch does not wrap for Dynamo."""
 
     # By default torch wraps the method so that Dynamo skips it, which imports Dynamo at the first call and takes
     # seconds. The method that turns this off is private.
@@ -202,17 +202,17 @@ def sequence_number(node: Any) -> int:
 
 
 def makes_tangents() -> bool:
-    """Return whether forward derivatives are computed; whether a level of them is open has no public name."""
+    """Return whether forward-mode derivatives are being computed, which nothing public reports."""
     return forward_ad._current_level != -1
 
 
 def set_version(tensor: Tensor, version: int) -> None:
-    """Set how often a tensor was changed, after its old value was restored; publicly it can only be read."""
+    """Set a tensor's count of changes, once its old value is restored; publicly the count is read-only."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def change_shape_alone(op: Any, args: Sequence[Any], kwargs: Any) -> None:
-    """Run an operator that changes a tensor's shape in place on a `wrapper_like` tensor, below all subclasses."""
+    """Change the shape of a `wrapper_like` tensor by an operator in place, below all subclasses."""
     # A tensor without memory has only a shape to change, and no public call does that.
     with torch._C._DisableTorchDispatch():
         op(*args, **kwargs)

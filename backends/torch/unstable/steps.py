@@ -31,7 +31,7 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def run_with_step_hooks(optimizer: torch.optim.Optimizer, function: Callable[[], Any]) -> Any:
-    """Run a replacement for an optimizer's own step as that would run: in a profiler range, between all its hooks."""
+    """Run a function in place of an optimizer's own step: in its profiler range, between all its hooks."""
     # torch's function for this is public, but undocumented.
     note_step(optimizer)
     return torch.optim.Optimizer.profile_hook_step(lambda _: function())(optimizer)
@@ -104,7 +104,7 @@ def gradient_hooks(param: Tensor) -> list[Any]:
 
 
 def until_backward_ends(held: Callable[[], None]) -> None:
-    """Make the running backward pass hold an object, and call it at its end. Only the engine itself can do this."""
+    """Make the running backward pass hold a function, and call it when the pass ends. Only the engine can do this."""
     Variable: Any = torch.autograd.Variable
     Variable._execution_engine.queue_callback(held)
 
@@ -122,7 +122,7 @@ _REPLACED: list[tuple[Any, str, Any]] = []  # where a function of torch was repl
 
 
 def ask_before_clipping(name: str, choose: Choose) -> None:
-    """Ask a function which parameters to clip before torch clips gradients; the first function of a name stays."""
+    """From now on, before torch clips gradients, ask ``choose`` which parameters; a name keeps its first function."""
     # There is no hook for clipping, so torch's functions are replaced. `clip_grad_norm_` calls the private function by
     # its name in its module, so replacing that one works even if `clip_grad_norm_` was imported before.
     from torch.nn import utils
@@ -182,7 +182,7 @@ def _asking(original: Callable[..., Any], *, measured: bool) -> Callable[..., An
 
 
 def ask_before_joining(check: Callable[[Sequence[Any]], None]) -> None:
-    """Call a function with what takes part in torch's ``Join``, for ranks with uneven inputs, when one is entered."""
+    """Whenever torch's ``Join``, for ranks with uneven inputs, is entered, call ``check`` with what takes part."""
     from torch.distributed.algorithms.join import Join
 
     if hasattr(Join.__enter__, "asks_polyamp"):

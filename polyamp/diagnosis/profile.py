@@ -331,7 +331,7 @@ def _pattern(path: str) -> str:
 
 
 def _by_place(plan: Plan | None) -> dict[str, list[PlannedOperation]]:
-    """Return the plan's operations by path: the first word of their place, unless it is a source line."""
+    """Return the plan's operations by path, the first word of their place; source lines have none."""
     found = defaultdict[str, list[PlannedOperation]](list)
     for op in plan.operations if plan else ():
         path = op.where.partition(" ")[0]

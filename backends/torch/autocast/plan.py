@@ -181,7 +181,7 @@ class _Explainer(OnFakes):  # type: ignore[no-untyped-call]
         return tuple(rule.pattern for rule in unused(self._policy.own_rules, self._seen))
 
     def look(self, op: Any, args: Sequence[Any], out: Any) -> None:
-        """Record an operation; note a cast for the operation that uses it."""
+        """Record an operation; keep a cast for the one that uses its result."""
         super().look(op, args, out)
         operator, results = operator_of(op), list(tensors([out]))
         if unstable.running_node() is not None or not results or op.namespace == "prim" or operator.native == "detach":

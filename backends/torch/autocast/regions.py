@@ -4,7 +4,7 @@ A `Region` is the part of a policy that operations need; equal policies share on
 its thread's stack. `current` answers for an overridden operation, in this order:
 
 1. The innermost frame, if native autocast's state is still as `enter` left it.
-2. Else the region whose marks are in that state: compiled code entered it, without any Python.
+2. Else the region whose marks, two dtypes, are in that state: compiled code entered it, without any Python.
 3. In a backward pass, the region of the checkpoint that runs its function again, else that of the running node.
 4. None: the user's own `torch.autocast` region is innermost, or no region was entered.
 
@@ -255,7 +255,7 @@ _kernels: Kernels | None = None
 
 
 def tell(kernels: Kernels) -> None:
-    """From now on, tell the compiled kernels when a region is entered or left."""
+    """Tell the compiled kernels from now on when a region is entered or left."""
     global _kernels
     _kernels = kernels
 
@@ -322,7 +322,7 @@ def leave(frame: Frame) -> None:
 
 
 def _hand_on(frame: Frame, inner: Frame | None) -> bool:
-    """Let the frame inside this one, if it ends later, restore what this one would; return if it will."""
+    """Let the frame inside this one restore what this one would, if this one ends first; return whether it does."""
     inside = []
     while inner is not None and inner is not frame:
         inside.append(inner)
@@ -374,7 +374,7 @@ def _begin_marking() -> None:
 
 
 def current(device_type: str = "cpu") -> Region | None:
-    """Return the region that an operation on a device type runs in; None in native autocast's own regions."""
+    """Return the region that an operation on a device type runs in; None outside, or in `torch.autocast`'s."""
     frame = HERE.thread.frame
     marks = marks_here() if _marking or _traced else UNMARKED
     if frame is not None and frame.marks == marks and frame.depth == nesting():

@@ -64,7 +64,7 @@ def forget_casts() -> None:
 
 @cache
 def watch(device_type: str) -> None:
-    """From now on, drop casts when an operator updates weights on a device type."""
+    """Drop casts, from now on, when an operator updates weights on a device type."""
     key = unstable.AutocastKey(device_type)
     compiled = boxed.kernels(required=False)  # policies without overrides work without them
     updates = {*(f"aten::{name}" for name in _UPDATES.split()), "polyamp::adam_step_", "polyamp::sgd_step_"}

@@ -54,12 +54,12 @@ class Gradients:
         return (param for param in self.parameters if param.grad is not None)
 
     def are_simple(self) -> bool:
-        """Return whether all parameters, also those without a gradient, are real, on one device and whole. Cache it."""
+        """Return whether all parameters, also those without a gradient, are real, whole and on one device; cache it."""
         kinds, dtypes = {*map(type, self.parameters)}, {param.dtype for param in self.parameters}
         return kinds <= {Tensor, Parameter} and dtypes <= REAL and len({param.device for param in self.parameters}) == 1
 
     def unscale(self, inverse_scale: Tensor, *, simple: bool = False, over_mesh: bool = False) -> Tensor:
-        """Multiply gradients in place, in float32 arithmetic; return 1.0 if the values before had inf or NaN."""
+        """Multiply gradients in place, in float32 arithmetic; return 1.0 if one was inf or NaN before, else 0.0."""
         with torch.no_grad():
             if simple and self._grads:
                 try:  # without testing layouts, which is slow; torch refuses sparse gradients before it writes anything
@@ -110,7 +110,7 @@ class Gradients:
             return total
 
     def buckets(self) -> list[Bucket]:
-        """Return the gradients in buckets. They are sorted at the first call."""
+        """Return the gradients in buckets, sorted at the first call."""
         return list(self._sorted().values())
 
     def _sorted(self) -> dict[Any, Bucket]:
@@ -190,7 +190,7 @@ class Gradient(NamedTuple):
 
 
 class ByHand:
-    """A parameter by which `torch.autograd.grad` differentiated a scaled loss: somebody may add the result by hand."""
+    """A parameter whose scaled gradient `torch.autograd.grad` returned, so that the program may add it by hand."""
 
     def __init__(self, scaling: Scaling | None, param: Tensor, result: tuple[int, int], *, is_master: bool) -> None:
         self.scaling, self.is_master, self.is_written = scaling, is_master, False

@@ -63,7 +63,7 @@ class Outside:
         self._reached: list[Tensor] = []  # by the pass that runs
 
     def prepare_for(self, begun: Pass, _: Set[int]) -> None:
-        """Until every wrapped optimizer has made a step, observe what a pass reaches besides their parameters."""
+        """Observe what a pass reaches besides wrapped optimizers' parameters, until each optimizer has stepped."""
         if NEW and begun.entry.scaling.scaler.multiplies:
             own = {id(param) for one in list(ALIVE) for param in one.model_parameters()}
             leaves = parts_of(begun.call.roots, whole=True)[1]

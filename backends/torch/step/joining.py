@@ -23,7 +23,7 @@ from polyamp.scale import StepResult
 
 
 class JoinedRank:
-    """What a rank without inputs does at each step of the others: a ``JoinHook`` of torch."""
+    """A ``JoinHook`` of torch: what a rank without inputs does at each step of the others."""
 
     def __init__(self, optimizer: WrappedOptimizer, inner: Any) -> None:
         self._optimizer, self._inner = optimizer, inner  # the inner optimizer's own hook, if it has one

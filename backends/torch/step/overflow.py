@@ -66,7 +66,7 @@ def find(param_groups: Iterable[Mapping[str, Any]]) -> dict[Tensor, Counts]:
 
 
 def describe(bad: Sequence[Overflow], loss_was_finite: bool | None = None, overflowed: RankSet | None = None) -> str:
-    """Return a line about the values that overflowed and the consequence for the loss scale."""
+    """Return a line on what overflowed, on which ranks, and whether the loss was finite."""
     if overflowed is not None and not overflowed.includes_this():
         return str(overflowed)
     found = ": ".join(filter(None, ["" if overflowed is None else str(overflowed), _shown(bad)]))

@@ -1,4 +1,4 @@
-"""The backward passes of scaled losses: which loss scale each has, and who wants to know.
+"""The backward passes of scaled losses: the loss scale of each, and who is told of them.
 
 A scaled loss marks the node of its graph. When autograd comes to that node, a pass has begun:
 

@@ -108,7 +108,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self.findings.note_decision(scaling.scaler.decide(bad, self.process_group), bad.device)
 
     def tell_peers(self) -> None:
-        """Unless all have decided, let the other ranks refuse a step that this rank refuses, instead of waiting."""
+        """Let the other ranks refuse a step that this rank refuses, instead of waiting, unless all have decided."""
         if self.checks and not self.is_decided and has_peers(self.process_group):
             flag = torch.zeros((), device=self.join_device)
             self.scaler.decide(flag, self.process_group, refuses=True)
@@ -265,7 +265,7 @@ class Provenance:
         return self.scaling or Scaling(own, own.state.scale)
 
     def _observed(self, own: LossScaler) -> Scaling:
-        """Return the scaling of gradients that nobody declared."""
+        """Return the scaling of gradients if `step` got no ``scaled=``."""
         is_left = any(map(Gradient.is_there, self.from_last_step))
         if own.settings.check and ("left" in self._faults or is_left):
             raise refusals.not_cleared()

@@ -119,7 +119,7 @@ def decide(
 
 
 def _halves(state: LossScaleState, device: torch.device) -> Tensor:
-    """Return the loss scale's bits and its count in halves of 16 bits, whose squares cannot wrap on 32,000 ranks."""
+    """Return the scale's bits and the finite steps in 16-bit halves, whose squares cannot wrap on 32,000 ranks."""
     scale, count = (
         value if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device="cpu")
         for value, dtype in ((state.scale, torch.float32), (state.good_steps, torch.int32))

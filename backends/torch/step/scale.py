@@ -238,7 +238,7 @@ class LossScaler(OfPolicy):
             report_limits(self.settings, self.state, explain)
 
     def report_earlier_step(self, explain: Callable[[], str], *, process_group: Any = False) -> None:
-        """Report what has arrived from the device since the last step, before a step and without waiting."""
+        """Report, before a step, what has arrived from the device since the last one, without waiting."""
         if (words := self.decisions.receive()) is not None:
             self._check(Decision(torch.tensor(words), self._late_group))
         arrived = self.late.receive()
@@ -265,7 +265,7 @@ class LossScaler(OfPolicy):
 
 
 class Scaling(NamedTuple):
-    """The multiplication of a loss: whose loss scale it was, and the factor."""
+    """How a loss was multiplied: by whose loss scale, and by which factor."""
 
     scaler: LossScaler
     factor: float | Tensor

@@ -81,7 +81,7 @@ def _forget_guards(code: Any) -> None:
 
 
 def _logging_methods() -> Iterator[Any]:
-    """Yield functions that write logs, also those that libraries add to `logging.Logger`: they would break graphs."""
+    """Yield functions that write logs, which would break graphs, also those that libraries add to `logging.Logger`."""
     for name, method in vars(logging.Logger).items():
         if callable(method) and (name in _LOGS or getattr(method, "__module__", "logging") != "logging"):
             yield method

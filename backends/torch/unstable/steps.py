@@ -122,7 +122,7 @@ _REPLACED: list[tuple[Any, str, Any]] = []  # where a function of torch was repl
 
 
 def ask_before_clipping(name: str, choose: Choose) -> None:
-    """From now on, before torch clips gradients, ask ``choose`` which parameters; a name keeps its first function."""
+    """Ask ``choose`` from now on which parameters to clip, before torch clips; a name keeps its first function."""
     # There is no hook for clipping, so torch's functions are replaced. `clip_grad_norm_` calls the private function by
     # its name in its module, so replacing that one works even if `clip_grad_norm_` was imported before.
     from torch.nn import utils
@@ -182,7 +182,7 @@ def _asking(original: Callable[..., Any], *, measured: bool) -> Callable[..., An
 
 
 def ask_before_joining(check: Callable[[Sequence[Any]], None]) -> None:
-    """Whenever torch's ``Join``, for ranks with uneven inputs, is entered, call ``check`` with what takes part."""
+    """Call ``check`` with what takes part whenever torch's ``Join``, for ranks with uneven inputs, is entered."""
     from torch.distributed.algorithms.join import Join
 
     if hasattr(Join.__enter__, "asks_polyamp"):

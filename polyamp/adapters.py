@@ -301,7 +301,7 @@ def _roots(kind: type) -> Iterator[str]:
 
 
 def verb_of(adapter: AnyAdapter, verb: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
-    """Return an optional verb of an adapter; refuse an adapter without the verb, or without these options of it."""
+    """Return an optional verb of an adapter; refuse an adapter that lacks it, or lacks one of these options."""
     if not hasattr(adapter, verb):
         others = sorted({other.name for other in loaded() if hasattr(other, verb)})
         raise UnsupportedError(
@@ -342,7 +342,7 @@ def adapter_for(backend: str | None, obj: Any, *, where: str) -> AnyAdapter:
 def find_verb(
     verb: str, backend: str | None, objects: Any, options: Mapping[str, Any] | None = None, *, where: str
 ) -> Callable[..., Any]:
-    """Return a verb of the named adapter, or else of one that has it: of the objects, or the only loaded one."""
+    """Return a verb of the named adapter, or else of one that has the verb: the objects', or the only loaded one."""
     if backend is not None:
         return verb_of(adapter_named(backend), verb, options)
     # Plain values and NumPy arrays do not show their framework, although some frameworks accept them. Tried in order:

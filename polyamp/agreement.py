@@ -1,4 +1,4 @@
-"""Whether an optimizer and the forward pass agree: each gets its policy separately, so one can be forgotten.
+"""Whether an optimizer and the forward pass agree: each gets a policy separately, so a policy can be forgotten.
 
 For example, this trains in float16 without a loss scale::
 
@@ -22,7 +22,7 @@ from polyamp.settings import LossScale
 
 
 class OfPolicy:
-    """What is made for a policy, as a loss scale in use is."""
+    """A base of objects made for a policy, as a loss scale is."""
 
     policy: Policy | None  # None if nobody chose one
 
@@ -39,10 +39,10 @@ def report_disagreement(
 
     Args:
         own: the optimizer's policy; None if nobody chose one.
-        forward: that of the forward pass; None is that of the rewrite that traces the caller, or else of the region
-            around it, or else unknown.
+        forward: the policy of the forward pass; if None, that of the rewrite that traces the caller, else of the region
+            around the caller, else unknown.
         settings: the optimizer's loss scale.
-        in_float32: if the forward pass is known to have computed in float32 alone: what does, and what to do.
+        in_float32: if the forward pass computed in float32 alone, a text of why and what to do; else empty.
     """
     forward = forward or _traced_for.get() or (current_policy() if in_policy() else None)
     if own is None:
@@ -68,7 +68,7 @@ _traced_for: ContextVar[Policy | None] = ContextVar("polyamp_traced_for", defaul
 
 @contextmanager
 def traced_for(policy: Policy) -> Iterator[None]:
-    """Mark the code traced in this block as one to be rewritten: its forward pass will run under a policy."""
+    """Mark code traced in this block as code that will be rewritten, and so run, under ``policy``."""
     token = _traced_for.set(policy)
     try:
         yield

@@ -63,7 +63,7 @@ def followed(xp: Any, value: Any, master: Any) -> Any:
 
 
 def select(xp: Any, counter: str, condition: Any, if_true: Any, if_false: Any) -> Any:
-    """Return values chosen by a condition; a number gets the type of the other one, if a tensor, else ``counter``."""
+    """Return values chosen by a condition; a number gets the other's type if that is a tensor, else ``counter``."""
     dtype = next((value.dtype for value in (if_true, if_false) if xp.is_tensor(value)), counter)
     return xp.where(condition, xp.cast(if_true, dtype), xp.cast(if_false, dtype))
 
@@ -74,7 +74,7 @@ def all_finite(xp: Any, grads: Sequence[Any]) -> Any:
 
 
 class Stored(NamedTuple):
-    """A loss-scale state in few variables, of each of which TensorFlow keeps 35 KiB for good; or their values."""
+    """A loss-scale state in few variables, since TensorFlow keeps 35 KiB of each for good; or their values."""
 
     dynamic_scale: Any  # Keras' class has variables with the names of these two
     step_counter: Any
@@ -108,7 +108,7 @@ class ArrayScaler(OfPolicy):
         raise NotImplementedError
 
     def assign(self, variable: Any, value: Any) -> Any:
-        """Assign a tensor or numbers to a variable; return the operation, where that is one to run."""
+        """Assign a tensor or numbers to a variable; return the operation to run, if there is one."""
         raise NotImplementedError
 
     def platform(self, tensor: Any) -> str | None:
@@ -133,7 +133,7 @@ class ArrayScaler(OfPolicy):
         return self.tensors()
 
     def tensors(self) -> LossScaleState:
-        """Return the scalars as tensors, without recording, as `state` may, that they were read."""
+        """Return the scalars as tensors; unlike `state`, never record that they were read."""
         scale, good_steps, counters, overflow_scale = map(self.value, self.stored)
         return LossScaleState(*[scale, good_steps, *self.xp.unstack(counters), overflow_scale])
 

@@ -19,7 +19,7 @@ class Pass(NamedTuple):
 class Footprint(NamedTuple):
     """The memory of a pass over some examples, and of the same pass over twice as many.
 
-    From the first to the second every number grows as ``fixed + examples * each``; so it does for any other batch.
+    Every number is taken as ``fixed + examples * each``, for these two and for any other number of examples.
     """
 
     examples: int

@@ -26,7 +26,7 @@ _LIMIT = 120.0  # seconds without a word after which a framework hangs
 def examine(
     asked: list[str] | None = None, report: Callable[[str], object] | None = None, *, again: bool = False
 ) -> dict[str, Any]:
-    """Return what all adapters, or those asked for, tell about their frameworks, each in a process of its own.
+    """Return what all adapters, or those in ``asked``, tell of their frameworks, each in a process of its own.
 
     With ``report``, each then tests its devices, one after the other since speed is measured; ``report`` is called
     with what comes next. ``again`` tests although a result is kept.
@@ -156,7 +156,7 @@ def rows_of_test(name: str, test: dict[str, Any]) -> list[list[str]]:
 
 
 def _cell(finding: dict[str, Any]) -> str:
-    """Return a verdict, and how many times as fast as float32 it is."""
+    """Return the verdict on a format, and its speed relative to float32."""
     verdict, speed = str(finding["verdict"]), finding["speed"]
     if finding["format"] == "float32" or speed is None:
         return verdict

@@ -67,7 +67,7 @@ class UsageError(PolyampError, RuntimeError):
 
 
 class FormatError(PolyampError, RuntimeError):
-    """Raised if a framework refused an operation because of its operands' formats; ``__cause__`` is its error."""
+    """Raised if a framework refused an operation for its operands' formats; ``__cause__`` is the framework's error."""
 
 
 class StateError(PolyampError, ValueError):
@@ -98,7 +98,7 @@ _shown: set[str] = set()
 
 
 def warn_once(message: str, *, category: type[PolyampWarning] = PolyampWarning) -> None:
-    """Issue ``message`` as a `PolyampWarning` of the user's line, once per process."""
+    """Issue ``message`` as a `PolyampWarning` at the user's line, once per process."""
     if message not in _shown:
         _shown.add(message)
         warnings.warn(message, category, stacklevel=_users_level())
@@ -140,7 +140,7 @@ def forget_warnings() -> None:
 
 @contextmanager
 def unreported() -> Iterator[None]:
-    """Show no `PolyampWarning` of trial runs, and remember none of them as shown."""
+    """Hide each `PolyampWarning` from inside, and do not count it as shown."""
     before = set(_shown)
     try:
         with warnings.catch_warnings():
@@ -159,7 +159,7 @@ def shown(value: object, longest: int = 200) -> str:
 
 
 def _cut(value: object, longest: int, *, quoted: bool = False, depth: int = 3) -> str:
-    """Return the start of a value's text; in place of texts that may raise, take long or hold secrets, the class."""
+    """Return the start of a value's text; in place of texts that can raise, take long or hold secrets, the class."""
     try:
         if isinstance(value, str):
             text = repr(value[:longest]) if quoted else value
@@ -376,7 +376,7 @@ def missing(package: str, *, extra: str) -> MissingFrameworkError:
 
 @contextmanager
 def importing(package: str, *, extra: str) -> Iterator[None]:
-    """Raise an error that names the extra if a package is missing; let pass other errors, even of its imports."""
+    """Raise an error that names the extra if a package is missing; let other errors pass, even from its imports."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -468,7 +468,7 @@ INSTEAD = {
 
 
 def no_method(owner: object, name: str, instead: Mapping[str, str] = INSTEAD) -> AttributeError:
-    """Return the error for a missing attribute. For one that another framework has, it names the call to make."""
+    """Return the error for a missing attribute; it names the call to make instead, if another framework has it."""
     kind = type(owner).__name__
     if name not in instead:
         return AttributeError(f"{kind!r} object has no attribute {name!r}", name=name, obj=owner)

@@ -99,9 +99,9 @@ def integers(value: Value, largest: float, compute: str) -> Value:
 
 
 def largest_integer(operation: str, inputs: Sequence[float], limit: float) -> float:
-    """Return how large the integers are that an operation makes of others; ``limit`` is that of their type.
+    """Return how large the integers are that an operation makes of others; ``limit``: their type's largest.
 
-    The numbers of sizes and scalars count as 0: one factor for all elements may be rounded like any constant.
+    The numbers of sizes and scalars count as 0: one factor for all elements can be rounded like any constant.
     """
     bounds: dict[str, Callable[[Sequence[float]], float]] = {"add": sum, "sub": sum, "mul": math.prod}
     entry = OPERATIONS.get(operation)
@@ -111,7 +111,7 @@ def largest_integer(operation: str, inputs: Sequence[float], limit: float) -> fl
 
 
 def parameter(largest: float | None, compute: str) -> Value:
-    """Return the facts about a parameter; None: its numbers are not known.
+    """Return the facts about a parameter; ``largest`` is None if unknown.
 
     They change in training, so only whether they are beyond the format counts.
     """
@@ -121,7 +121,7 @@ def parameter(largest: float | None, compute: str) -> Value:
 
 
 def table(values: Any, compute: str, *, divides: bool = False) -> Value:
-    """Return the facts about a constant array; ``divides``: also its small elements count, as those of a divisor do."""
+    """Return the facts about a constant array; with ``divides``, small elements count too, as a divisor's do."""
     import numpy
 
     array = numpy.asarray(values)
@@ -172,7 +172,7 @@ class Decision(NamedTuple):
 
     @property
     def is_wide(self) -> bool:
-        """Whether class ``inner`` means casts here: no kernel is known to use float32 inside."""
+        """Whether class ``inner`` means casts here, since no kernel is known to use float32 inside."""
         entry = OPERATIONS.get(self.operation)
         return self.op_class == "inner" and (entry is None or "inside" not in entry.sources)
 
@@ -250,7 +250,7 @@ _Choice = tuple[str, Value, str]  # a format, the state of the outputs, and the 
 
 
 def _by_class(decision: Decision, inputs: Sequence[Value], compute: str, gradient: bool, asked: str) -> _Choice:
-    """Decide by the class and what is known of the result. A low result may be computed in float32."""
+    """Decide by the class and what is known of the result. A low result can be computed in float32."""
     operation, op_class, by_table = decision.operation, decision.op_class, decision.reason == TABLE
     if by_table and _is_asked(operation, op_class, inputs, gradient, asked):
         return _strong(operation, asked)
@@ -303,7 +303,7 @@ def _cancels(operation: str, op_class: str, inputs: Sequence[Value], asked: str)
 
 
 def _scales_by_unseen(operation: str, inputs: Sequence[Value]) -> bool:
-    """Return whether a low value is multiplied or divided by a parameter that the format may not hold."""
+    """Return whether a low value is multiplied or divided by a parameter of unknown size."""
     # What is scaled may be as large as the parameter, as in ``(y * deviation + mean) * 1e-6``, so it is not rounded
     # before the end of such a chain.
     states = sorted(value.state for value in inputs)

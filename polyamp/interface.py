@@ -25,7 +25,7 @@ Tree = TypeVar("Tree")
 
 
 class Adapter(Protocol):
-    """Everything that a framework's adapter has: first what it must have, then what it may offer."""
+    """Everything that a framework's adapter has: first the required verbs, then the optional ones."""
 
     name: str  # the framework's name, as in ``backend="torch"``
     # the framework's operation names, each with its canonical name in `polyamp.operations`

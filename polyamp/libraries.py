@@ -56,7 +56,7 @@ def _jmp(settings: Fields, state: Fields, form: Form) -> Form:
 
 
 def _deepspeed(settings: Fields, state: Fields, form: Form) -> Form:
-    """Return the fields of FP16_Optimizer.state_dict; for a dynamic scale, then those of DynamicLossScaler alone."""
+    """Return the fields of FP16_Optimizer.state_dict; for a dynamic scale, also those of a DynamicLossScaler."""
     saved = {"dynamic_loss_scale": _is_dynamic(settings), "cur_scale": form["cur_scale"], "cur_iter": state["steps"]}
     if not _is_dynamic(settings):
         return saved

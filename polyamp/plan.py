@@ -322,7 +322,7 @@ class Decider:
         return table(values, self.compute, divides=divides)
 
     def refuse(self, missing: str, decision: Decision) -> None:
-        """Record that no kernel can follow a decision. A decision that did not come from a rule is not recorded."""
+        """Record that no kernel can follow a decision, if a rule of the policy made the decision."""
         if decision.rule:
             self.refused[missing] = decision.rule
 

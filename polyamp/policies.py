@@ -325,7 +325,7 @@ def enter(policy: Policy, owner: object, payload: Any = None) -> None:
 
 
 def leave(owner: object) -> Any:
-    """Forget the last entry of an object, which need not be the last of all: two generators end in any order."""
+    """Undo an owner's last `enter`, even if others entered since: two generators can end in any order."""
     entry = _INNERMOST.get()
     if entry is not None and entry[1] is owner:  # as almost always
         _INNERMOST.set(entry[3])
@@ -390,7 +390,7 @@ def as_policy(spec: Policy | str) -> Policy:
 
 
 def _from_policy(spec: Policy, formats: dict[str, str]) -> Policy:
-    """Replace formats of a policy. The default rules and loss scale follow them, unless they were set explicitly."""
+    """Replace formats of a policy, and its rules and loss scale if these are the defaults of the old formats."""
     param, compute, output = (formats.get(key, getattr(spec, key)) for key in ("param", "compute", "output"))
     rules, scale = spec.rules, spec.loss_scale
     if rules == default_rules(spec.param, spec.compute, spec.output):

@@ -68,7 +68,7 @@ class ScaledLosses:
         self._steps = Counter[int]()  # steps in eager code, of each variable
 
     def note(self, place: Any, scale: Any, finite: Any, *, is_traced: bool = False) -> None:
-        """Record that a loss was scaled; ``is_traced``: the code that scales it may run again without this call."""
+        """Record that a loss was scaled; ``is_traced``: the code that scales it can run again without this call."""
         self._note(place)
         self._place, self._scale, self.finite, self._scaled = place, scale, finite, self._noted
         self._uncounted |= is_traced and place is None

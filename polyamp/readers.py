@@ -3,17 +3,17 @@
 The flow rule goes forward, so it does not know what becomes of a value. Eight patterns need that:
 
 - A product of two low values that only full work reads, such as the sum in ``(a * b).sum()``, is computed inside that
-  work, in float32. So are the products of a difference of products: it may be much smaller than they are. A product of
-  matrices, such as a covariance, is one of them unless it is a score, of which an exponential is taken.
+  work, in float32. So are two products whose difference is taken, which can be much smaller than they are. A product of
+  matrices, such as a covariance, is treated so too, unless an exponential is taken of it as of a score.
 - A product of matrices that divides, as in linear attention, is in float32, and so is what it divides: their quotient
   is much smaller than both.
 - A product that is subtracted from squares of its own operands, as in ``|a|^2 + |b|^2 - 2ab``, is in float32: the
-  distance may be much smaller than all three.
-- A product of matrices that solvers or factorizations read, such as ``x.T @ x`` of least squares, is in float32: they
-  multiply its rounding by the condition of the matrix, and it may not be positive definite any more. So are differences
-  of which they read a function, and the scores in it, as in a kernel ``exp(-|a - b|^2)``.
-- A value from which a mean or an equal term is subtracted, and that full work alone reads, is held in float32: what is
-  left may be much smaller.
+  distance can be much smaller than all three.
+- A product of matrices that solvers or factorizations read, such as ``x.T @ x`` of least squares, is in float32: these
+  multiply its rounding by the matrix's condition, and after rounding it can fail to be positive definite. If solvers
+  read a function of differences or scores, as a kernel ``exp(-|a - b|^2)``, the differences and scores are in float32.
+- A value from which a mean or an equal term is subtracted, and that full work alone reads, is held in float32: the
+  difference can be much smaller.
 - A sum of a value and a small multiple of another, such as a step of a solver, is in float32.
 - A constant by which something is divided has to be kept to its smallest element.
 - A state that is written, such as a moving average, is an accumulator: what is computed from its old value up to its
@@ -95,7 +95,7 @@ def look(
         reads: the operations of a graph, in their order.
         results: the values that the graph returns; what becomes of them is not known.
         constants: the values that are constants, or made of constants alone.
-        written: for each state, as a value that is read, the values that may be its new ones.
+        written: for each state, as a value that is read, the values that can be its new ones.
         number: returns the same for values that are equal; see `polyamp.numbering`.
     """
     variable = [read._replace(inputs=[value for value in read.inputs if value not in constants]) for read in reads]
@@ -186,7 +186,7 @@ def _is_product(read: Read) -> bool:
 def _wanted(
     reads: Sequence[Read], results: Collection[Hashable], wants: Callable[[Read, int], int]
 ) -> dict[Hashable, int]:
-    """Return the values that all readers want, by the most that one wants.
+    """Return the values that all their readers want, with the most that one wants.
 
     Args:
         reads: the operations.
@@ -230,7 +230,7 @@ def _steps(reads: Sequence[Read]) -> set[Hashable]:
 
 
 def _differences(reads: Sequence[Read]) -> set[Hashable]:
-    """Return the differences of products of two values, and what follows from them."""
+    """Return the differences of products of two values, and what follows from these differences."""
     products: set[Hashable] = set()
     differences: set[Hashable] = set()
     for read in reads:
@@ -273,7 +273,7 @@ _Terms = dict[Hashable, int]  # what a sum has as its terms, with their signs; 0
 def _in_distances(
     reads: Sequence[Read], constants: Collection[Hashable], number: Callable[[Any], Hashable]
 ) -> set[Hashable]:
-    """Return products that are subtracted from squares of their own operands, or from which these are."""
+    """Return products that are subtracted from squares of their own operands, or the other way round."""
     origins: dict[Hashable, set[Hashable]] = {}  # of a value that only moves or scales others, the numbers of those
     squares: dict[Hashable, _Terms] = {}  # for a value, the origins whose squares it adds up
     products: dict[Hashable, _Terms] = {}  # for a value, the products among its terms

@@ -143,7 +143,7 @@ class Autocast:
 
 
 def _traced(policy: Policy | None) -> AbstractContextManager[Any] | None:
-    """Return the framework's own context if a compiler is tracing this code: it cannot follow context variables."""
+    """Return the framework's own context if a compiler, which cannot follow context variables, traces this code."""
     if policy is None:
         return None
     adapter = adapters.tracing()

@@ -1,8 +1,8 @@
 """`polyamp run`: run a script as Python would, supply what it lacks, and under a policy train it in 16 bits.
 
-A function in the entry-point group ``polyamp.scripts`` does it for each package that a script may import: after
-``import torch`` it replaces parts of torch. The folders ``backends/*/supplied`` come last on ``sys.path``: there is
-what a script imports although it is not installed, such as ``apex``.
+For each package that a script imports, a function in the entry-point group ``polyamp.scripts`` prepares the
+package: after ``import torch``, parts of torch are replaced. The folders ``backends/*/supplied`` come last on
+``sys.path``, with what a script imports although it is not installed, such as ``apex``.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Session(ExitStack):
     def refuse_call(
         self, owner: Any, name: str, *, unless_by: str, what: str = OWN_PRECISION, fix: str = WITHOUT_POLICY
     ) -> None:
-        """Under a policy, refuse calls of a function, except by one package and with ``enabled=False``."""
+        """Under a policy, refuse calls of a function, unless by one package or with ``enabled=False``."""
         if self.policy is None:
             return
         original, free = getattr(owner, name), ("polyamp", unless_by)

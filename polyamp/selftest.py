@@ -92,7 +92,7 @@ def _error(name: str, inputs: Sequence[Array], result: Array) -> float:
 def _bound(name: str, format_name: str, depth: int) -> float:
     """Return the largest error of an operation that adds in float32 and rounds a few times to its format.
 
-    Source: rounding errors of a sum of n grow as the root of n; 10 of it are exceeded almost never (Higham and Mary, "A
+    Source: errors of a sum of n grow as the root of n; 10 times that is almost never exceeded (Higham and Mary, "A
     new approach to probabilistic rounding error analysis", 2019).
     """
     in_sum = 10 * math.sqrt(OPERATIONS[name].terms * depth) * FORMATS["float32"].epsilon / 2

@@ -279,7 +279,7 @@ def value_and_grad(
 ) -> Callable[Concatenate[Any, P], tuple[T, Any]]:
     """Differentiate a loss function under a policy. The loss is returned unscaled, the gradients still scaled.
 
-    The function receives parameters and arguments in the compute format. Gradients have the parameters' own format.
+    The function is written for float32, and runs under `autocast`. Gradients have the parameters' own format.
 
     >>> import jax, optax
     >>> tx = wrap_optimizer(optax.sgd(0.1), "mixed_float16")

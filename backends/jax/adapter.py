@@ -1,4 +1,4 @@
-"""The JAX adapter: each verb of `polyamp`, and the function that does it."""
+"""The JAX adapter: a table from each verb of `polyamp` to its function."""
 
 import numpy as np
 

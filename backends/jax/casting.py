@@ -64,7 +64,7 @@ def name_of(path: Any) -> str:
 
 @contextmanager
 def fitting(first: Any, second: Any, *, where: str, names: tuple[str, str], fix: str) -> Iterator[None]:
-    """Refuse two pytrees whose leaves differ, and name the differences; None fits any leaf, but not all of them."""
+    """Refuse two pytrees whose leaves differ, and name the differences; None fits, unless ``first`` has only None."""
     # Missing leaves are refused only if the code inside fails: ``optax.lookahead`` takes gradients of a part of its
     # parameters.
     check_tree((first, second), where=where)
@@ -141,7 +141,7 @@ def trainable(tree: Any) -> Any:
 
 
 def merged(first: Any, second: Any) -> Any:
-    """Return the leaves of ``first``, and those of ``second`` where ``first`` has None."""
+    """Return ``first`` with the leaves of ``second`` where ``first`` has None."""
     return map_with_none(lambda one, other: other if one is None else one, first, second)
 
 

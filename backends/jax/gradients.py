@@ -56,7 +56,7 @@ def note_scale(grads: Any, scale: Any) -> None:
 
 
 def at_scale(grads: Any, scale: Any) -> Any:
-    """Return gradients at this loss scale: those that `note_scale` recorded at another scale are multiplied."""
+    """Return gradients at this loss scale: multiply those that `note_scale` recorded at another."""
 
     def moved(leaf: Any) -> Any:
         _, own = _MADE_AT.get(id(leaf), (None, scale))
@@ -68,7 +68,7 @@ def at_scale(grads: Any, scale: Any) -> Any:
 
 
 def clipped(grads: Any, limit: float, axis_name: Hashable | None = None) -> Any:
-    """Return gradients scaled down so that their global L2 norm is at most ``limit``; unchanged if it already is."""
+    """Return gradients scaled down so that their global L2 norm is at most ``limit``; unchanged if the norm is."""
     # The norm is computed in float32 or wider, and does not overflow for any finite gradients.
     norm, shrink = _norm(jax.tree.leaves(widened(grads)), axis_name)
     clips = norm > limit * shrink
@@ -107,7 +107,7 @@ def masters_of(params: Any, *, low: bool = False) -> Any:
 
 
 def followed(masters: Any, params: Any) -> Any:
-    """Return master weights with the elements of parameters that the user changed since they were rounded."""
+    """Return master weights, with the parameter's value in elements that the user changed since the last rounding."""
 
     def follow(master: Any, param: Any) -> Any:
         if master is None or not is_low(param):
@@ -125,7 +125,7 @@ def masters_in(full: Any, masters: Any) -> Any:
 
 
 def updates_to(masters: Any, params: Any, updates: Any) -> Any:
-    """Return updates: for 16-bit parameters, in float32, those that lead to the rounded masters; others as given."""
+    """Return updates; for a 16-bit parameter, its rounded master minus the parameter, in float32."""
 
     def update_to(master: Any, param: Any, update: Any) -> Any:
         if master is None:
@@ -185,7 +185,7 @@ NEXT_SCALE = "polyamp: next loss scale"  # the name of the scale that it returns
 
 
 def marked_gradients(tree: Any) -> Any:
-    """Return gradients, traced ones with their parameters' names attached, which do not change a compiled program."""
+    """Attach parameters' names to traced gradients, which changes no compiled program; return all gradients."""
 
     return jax.tree_util.tree_map_with_path(lambda path, leaf: marked(leaf, _PREFIX + name_of(path)), tree)
 

@@ -30,7 +30,7 @@ class NnxArguments:
             self.rest = jax.tree.unflatten(self.tree, [None if is_stateful(leaf) else leaf for leaf in leaves])
 
     def build(self, state: Any, rest: Any) -> tuple[Any, Any]:
-        """Return the arguments with new NNX objects in them, made from ``state``; and these objects."""
+        """Return the arguments, with new NNX objects from ``state`` in them, and these objects alone."""
         if not self.objects:
             return rest, None
         own, leaves = self.nnx.merge(self.definition, state, copy=True), jax.tree.leaves(rest, is_leaf=_is_place)

@@ -130,7 +130,7 @@ def apply_gradients(tx: Any, grads: Any, opt_state: Any, params: Any, **extra: A
 
 @dataclass(frozen=True)
 class Step:
-    """The two functions of a gradient transformation, and a third that updates and applies at once."""
+    """A gradient transformation's ``init`` and ``update``, and ``apply``, which updates and applies at once."""
 
     inner: Any  # the wrapped optax transformation, taking extra arguments
     state_type: type[LossScaleOptState]

@@ -53,7 +53,7 @@ def profiler(
 
 
 def _copied(tree: Any) -> Any:
-    """Return a tree with copies of its arrays, which a step may donate; objects of flax NNX stay the same."""
+    """Return a tree with copies of its arrays, since a step can donate those; flax NNX objects stay the same."""
     return _wait(
         jax.tree.map(
             lambda leaf: jnp.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf, tree, is_leaf=is_stateful

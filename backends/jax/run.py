@@ -13,6 +13,6 @@ _WRITE = (
 
 
 def begin(session: Session) -> None:
-    """Refuse a script that takes gradients of JAX, itself or by a library of layers. Keras has its own adapter."""
+    """Refuse a script that takes gradients by JAX, itself or in a library of layers. Keras has its own adapter."""
     for name in ("grad", "value_and_grad", "vjp"):
         session.refuse_call(jax, name, what="a policy cannot scale losses inside JAX", fix=_WRITE, unless_by="keras")

@@ -22,7 +22,7 @@ _OPERATIONS: dict[str, Callable[..., jax.Array]] = {
 
 
 def trial(operation: str, arrays: tuple[Any, ...], format_name: str, device: str) -> tuple[Any, Any]:
-    """Run an operation; return its result, and a function that runs it so many times and waits for the device."""
+    """Run an operation; return its result, and a function that runs it a given number of times and then waits."""
     function = _OPERATIONS[operation]
     place = next(one for one in jax.local_devices() if f"{one.platform}:{one.id}" == device)
     inputs = [jax.device_put(array.astype(jnp.dtype(format_name)), place) for array in arrays]

@@ -87,7 +87,7 @@ def bound(equation: Any, arrays: Sequence[Any], params: dict[str, Any] | None = 
 
 
 def _call_parts(equation: Any) -> tuple[dict[str, Any], Sequence[Any]]:
-    """Return the parameters of a call, and functions to pass before its arguments; since 0.10 these are parameters."""
+    """Return the parameters of a call, and functions to pass before its arguments: none since JAX 0.10."""
     parts = equation.primitive.get_bind_params(equation.params)
     return parts if isinstance(parts, dict) else parts[1], () if isinstance(parts, dict) else parts[0]
 
@@ -146,7 +146,7 @@ _TRACED = getattr(jax, "make_user_context", lambda default: lambda value: nullco
 
 
 def traced_apart(number: int) -> AbstractContextManager[None]:
-    """Return a context in which ``jax.jit`` uses only its traces that were made under this number."""
+    """Return a context in which ``jax.jit`` uses only traces that were made under the same number."""
     context: AbstractContextManager[None] = _TRACED(number)
     return context
 
@@ -216,7 +216,7 @@ def transformations(equation: Any) -> set[str]:
 def live(closed: Any, wanted: Sequence[bool]) -> list[tuple[Any, list[bool]]]:
     """Return the equations that have effects or that wanted outputs depend on, each with flags for its needed outputs.
 
-    JAX's own function for this is private, and it rewrites the jaxpr.
+    JAX's own function for this is private, and rewrites the jaxpr.
     """
     jaxpr, _ = opened(closed)
     needed = {var for var, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted and is_variable(var)}
@@ -230,7 +230,7 @@ def live(closed: Any, wanted: Sequence[bool]) -> list[tuple[Any, list[bool]]]:
 
 
 def quick_options() -> dict[str, Any] | None:
-    """Return the options for programs that run once or twice: for CPUs, XLA makes slower code in half of the time."""
+    """Return the options for programs that run once or twice: on CPUs, XLA compiles in half the time to slower code."""
     if jax.default_backend() != "cpu":
         return None
     emitters = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
@@ -269,7 +269,7 @@ def specs_of_results(closed: Any) -> list[Any]:
 
 
 def conditional_of_optax() -> str:
-    """Return the conditional of optax, such as ``apply_if_finite``, that calls the calling method; empty for none."""
+    """Return the name of optax's conditional, as ``apply_if_finite``, that called the caller; empty for none."""
     code = sys._getframe(2).f_code
     is_branch = code.co_name.strip("_") == "do_update" and f"{os.sep}optax{os.sep}" in code.co_filename
     return code.co_qualname.partition(".")[0] if is_branch else ""

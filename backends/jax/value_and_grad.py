@@ -84,7 +84,7 @@ def differentiate(
     argnums: int | Sequence[int] = 0,
     name: str | None = None,
 ) -> Callable[..., Any]:
-    """Do what `value_and_grad` does; report what had no effect under ``name``, or not at all if that is None."""
+    """Do what `value_and_grad` does; unless ``name`` is None, report what had no effect, under this name."""
     wanted = positions(argnums, where="value_and_grad(fun, argnums=)", at_least=1)
     if not isinstance(has_aux, bool):
         raise wrong_type(
@@ -174,7 +174,7 @@ def scale_loss(loss: Any, holder: Any) -> jax.Array:
 
 
 def _times_scale(loss: jax.Array, state: LossScaleOptState) -> jax.Array:
-    """Return the loss times the scale, or times inf if it is not finite: then its gradients are not finite either."""
+    """Return the loss times the scale; times inf if the loss is not finite, so that the gradients are not either."""
     check_single(state)
     scale = state.scalars.scale
     if state.settings.check:
@@ -196,7 +196,7 @@ def _loss_and_aux(result: Any, has_aux: bool) -> tuple[jax.Array, Any]:
 
 
 def _checked_loss(loss: Any) -> jax.Array:
-    """Return the loss as f32[], or as f64[] if it is one."""
+    """Return the loss as f32[]; an f64[] stays f64[]."""
     if not (is_array(loss) and jnp.issubdtype(loss.dtype, jnp.floating)):
         raise no_loss(loss, allowed="a floating-point array of shape (); with other values under has_aux=True")
     if loss.shape != ():

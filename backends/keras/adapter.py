@@ -1,4 +1,4 @@
-"""The Keras adapter: each verb of `polyamp`, and the function that does it."""
+"""The Keras adapter: a table from each verb of `polyamp` to its function."""
 
 import keras
 

@@ -29,7 +29,7 @@ class HealthCallback(keras.callbacks.Callback):
     """A callback that checks the health of ``fit`` every few batches and at each epoch's end, and adds it to the logs.
 
     Each look logs the line of `polyamp.health` to the logger ``polyamp``, as a warning with advice if it is alarming.
-    For other uses of it, call ``polyamp.health(model)`` in a callback of your own.
+    For other uses, call ``polyamp.health(model)`` in a callback of your own.
 
     >>> import numpy as np, polyamp
     >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])

@@ -62,7 +62,7 @@ def keep_statistics(model: Any, *optimizers: LossScaledOptimizer) -> Iterator[No
 
     Args:
         model: a layer or a model.
-        *optimizers: the wrapped ones that step inside; if there are none, those of the model.
+        *optimizers: the wrapped optimizers that step inside; by default the model's.
     """
     checking = [one for one in optimizers or _optimizers_of(model) if one.scaler.settings.check]
     variables = added_weights(model) if checking else []
@@ -113,7 +113,7 @@ def _report_loss(scaler: LossScaler, logs: Any) -> None:
 
 
 def _guarded(model: Any, step: Any) -> Any:
-    """Return a step that restores averages after a skip; a new function at each call: ``jax.jit`` caches by it."""
+    """Return a step that restores averages after a skip; a new function at each call, since ``jax.jit`` caches."""
     if BACKEND == "jax":
 
         @functools.wraps(step)

@@ -55,7 +55,7 @@ def operation_of(layer: Any) -> str:
 
 
 def norm_of(layer: Any) -> str:
-    """Return the canonical name of a user's own normalization layer, known by its class; empty if it is not one."""
+    """Return the canonical name of a user's own normalization layer, known by its class; empty for other layers."""
     if layers_inside(layer):
         return ""
     for kind in type(layer).__mro__[: type(layer).__mro__.index(keras.layers.Layer)]:
@@ -96,7 +96,7 @@ def is_wide_inside(layer: Any, operation: str) -> bool:
 
 
 def can_compute(layer: Any) -> bool:
-    """Return whether polyamp may choose a layer's compute format: it is not quantized, and not float64."""
+    """Return whether polyamp can choose a layer's format: not that of a quantized or float64 layer."""
     return layer.quantization_mode is None and layer.compute_dtype in CASTABLE
 
 
@@ -123,7 +123,7 @@ def runs_code(layer: Any) -> bool:
 
 
 def heads(layer: Any) -> list[Any]:
-    """Return the layers directly inside whose outputs are the layer's; none if its Python code makes its outputs."""
+    """Return the inner layers whose outputs are the layer's own; none if its Python code makes the outputs."""
     if isinstance(layer, keras.Sequential):
         return list(layer.layers[-1:])
     if isinstance(layer, keras.Model):
@@ -172,7 +172,7 @@ class Crossing:
 
 
 def _may_mix(layer: Any, border: Border) -> bool:
-    """Return whether a layer's code may meet both float32 and 16 bits, which TensorFlow does not promote."""
+    """Return whether a layer's code can meet both float32 and 16 bits, which TensorFlow does not promote."""
     return BACKEND == "tensorflow" and border.inside != "float32" and (not border.casts or has_users_code(layer))
 
 
@@ -233,7 +233,7 @@ def op_class_of(policy: Policy, operation: str, layer: Any, path: str, is_head: 
 
 
 def matches(rule: Rule, operation: str, path: str) -> bool:
-    """Return whether a rule names a layer, or an operation inside the layer to keep in float32."""
+    """Return whether a rule names a layer, or keeps an operation inside it in float32."""
     *_, last = rule.pattern.replace(".", "/").split("/")
     names_inside = rule.op_class == "full" and last in TABLE and last != rule.pattern
     return rule.matches(operation, path) or (names_inside and rule.matches(last, path))
@@ -260,7 +260,7 @@ def _parts(
 ) -> Iterator[Part]:
     """Yield the decisions for a layer, whose path starts with ``above``, and for the layers inside.
 
-    ``outside`` is the format of Python code that calls the layer; ``raw`` is whether its inputs may be user's data that
+    ``outside`` is the format of Python code that calls the layer; ``raw`` is whether its inputs can be data that
     nothing rounded.
     """
     path = f"{above}/{layer.name}" if above else layer.name
@@ -302,7 +302,7 @@ _FOLLOWING = ("follow", "neutral", "promote")
 
 
 def _is_light(layer: Any, policy: Policy, choose: Choose, path: str) -> bool:
-    """Return whether a layer gains nothing from 16 bits: no products and weights in it, and in the layers inside."""
+    """Return whether a layer gains nothing from 16 bits: no products or weights in it or in the layers inside."""
     operation = operation_of(layer)
     op_class = choose(policy, operation, layer, path, False)
     is_inner = op_class == "inner" and bool(operation) and not _is_named(policy, operation, path)
@@ -415,7 +415,7 @@ def amended(model: Any, policy: Policy) -> Iterator[None]:
 
 
 def _amended_class(policy: Policy, operation: str, layer: Any, path: str, is_head: bool) -> str:
-    """Return a layer's class: the one that rules give it, else the one that fits its present formats."""
+    """Return a layer's class: the one that rules give, else the one that fits the present formats."""
     if any(matches(rule, operation, path) for rule in policy.own_rules):
         return op_class_of(policy, operation, layer, path, is_head)
     inside, outside, casts = border_of(layer)

@@ -47,7 +47,7 @@ class WideRegularizer:
 
 
 def widen_losses(layer: Any) -> None:
-    """Make a layer add its losses in float32. Nothing undoes this: float32 values stay as they are anyway."""
+    """Make a layer add its losses in float32. Nothing has to undo this, since float32 values stay as they are."""
     layer.activity_regularizer = _regularizer(layer.activity_regularizer)
     for variable in filter(has_sixteen_bits, layer.weights):
         variable.regularizer = _regularizer(variable.regularizer)

@@ -4,8 +4,8 @@ That adapter takes the model's loss as a function that it can trace. On TensorFl
 model's variables. On JAX it is a pure function, and the trainable variables are its first argument, by their paths, so
 that a recording can name their gradients.
 
-The adapter decides operations under a policy. If the layers have their own 16-bit policies, it must lower nothing more,
-so it plans under float32: the plan then shows the layers' formats as written, and `explain` puts them in.
+The adapter decides operations under a policy. If the layers have their own 16-bit policies, it must lower nothing more.
+It then plans under float32, and `explain` puts the layers' formats into that plan.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _scale_of(model: Any) -> float | None:
 
 
 def _step_of(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], scale: float | None = None) -> Step:
-    """Return the loss of a batch as ``fit`` computes it; of a model with its own ``train_step``, that step."""
+    """Return the loss of a batch as ``fit`` computes it; for a model with its own ``train_step``, return that step."""
     _check(model, args, kwargs)
     batch = _as_tensors(args)
     build_loss(model, batch)
@@ -131,7 +131,7 @@ def _pure(model: Any, loss_of: Callable[..., Any], batch: tuple[Any, ...]) -> St
 
 
 def _by_path(variables: Sequence[Any]) -> dict[str, Any]:
-    """Return variables by their paths, numbered where layers with the same name share one."""
+    """Return variables by their paths, which are numbered where layers of one name share a path."""
     found: dict[str, Any] = {}
     for variable in variables:
         same = sum(name.partition("#")[0] == variable.path for name in found)
@@ -188,7 +188,7 @@ def _by_layer(operation: PlannedOperation) -> PlannedOperation:
 
 
 def holder(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Holder:
-    """Return what lint judges beside a plan; see `polyamp.interface.Adapter.holder`."""
+    """Return what lint judges in addition to a plan; see `polyamp.interface.Adapter.holder`."""
     if not isinstance(target, keras.Model):
         found: Holder = framework().holder(target, args, kwargs, policy, optimizer)
         return found if optimizer is None else found._replace(kind=_kind_of(optimizer))

@@ -1,7 +1,7 @@
-"""The framework that Keras runs on, TensorFlow, JAX or torch: only this file imports it, and its adapter.
+"""The framework that Keras runs on, TensorFlow, JAX or torch: only this file imports the framework and its adapter.
 
 A step of Keras is the same on all three, except for what is here: where a value is, what is being traced, what an
-update is called in a graph, and how a step is skipped. On TensorFlow, also by all replicas of a strategy together.
+update is called in a graph, and how a step is skipped, on TensorFlow by all replicas of a strategy together.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def is_scaled(grads: Sequence[Any], scale: Any) -> bool | None:
 
 
 def is_recording() -> bool:
-    """Return whether values computed here may become part of a loss; unknown, and thus false, on torch."""
+    """Return whether values computed here can become part of a loss; unknown, and thus false, on torch."""
     return unstable.is_recording() if BACKEND == "tensorflow" else in_stateless_scope()
 
 
@@ -200,7 +200,7 @@ def update_if(
 def _update_functionally(
     finite: Any, update: Callable[[Sequence[Any]], None], grads: Sequence[Any], variables: list[Any]
 ) -> None:
-    """Update in a JAX conditional, which has no side effects: it returns the new values, to assign after it."""
+    """Update in a JAX conditional without side effects, then assign the new values that it returns."""
     before = [variable.value for variable in variables]
 
     def updated() -> list[Any]:

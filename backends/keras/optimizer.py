@@ -63,7 +63,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     >>> weight.numpy().round(4), opt.last_step
     (array([0.7, 0.6], dtype=float32), StepResult(applied=True, scale=8.0, skipped_in_a_row=0))
 
-    It takes the arguments of Keras' class in the same positions, so that it can replace it: ``initial_scale``,
+    It takes the arguments of Keras' class in the same positions, so that it can replace that class: ``initial_scale``,
     ``dynamic_growth_steps``, and a number as second argument.
 
     Args:
@@ -176,7 +176,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
 
         Args:
             grads: gradients, dense or sparse; None if there is none.
-            trainable_variables: the variables they belong to; None for those that the optimizer was built on.
+            trainable_variables: the gradients' variables; None for those that the optimizer was built on.
 
         Raises:
             LossScaleError: outside traced functions, with values on the CPU; otherwise see `last_step`.
@@ -242,7 +242,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
     def dynamic_scale(self) -> Any:
         """The variable with the scale of the next loss, under Keras' name; you may multiply a loss by it.
 
-        After a read of it on Keras' torch backend, a step whose loss nobody scaled is not reported any more.
+        After a read on Keras' torch backend, a step whose loss nobody scaled is not reported any more.
         """
         variable = self.__dict__.get("dynamic_scale")  # TensorFlow's checkpoints look before it is assigned
         if variable is not None and (BACKEND == "torch" or is_recording()):
@@ -303,7 +303,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         return cls(keras.saving.deserialize_keras_object(inner, custom_objects=custom_objects), **arguments)
 
     def _variables_of(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None) -> list[Any]:
-        """Return the variables that gradients belong to; build the optimizer on them if it is not built yet."""
+        """Return the variables that gradients belong to; build the optimizer on these if it is not built."""
         if not self.built and trainable_variables is None:
             raise UsageError(
                 "the optimizer does not know its variables yet",
@@ -336,7 +336,7 @@ class LossScaledOptimizer(keras.optimizers.LossScaleOptimizer):
         self.scaler.advance(finite)
 
     def _prepared(self, grads: list[Any], variables: list[Any]) -> list[Any]:
-        """Return gradients unscaled and clipped; those by which Keras' float8 layers pass scales stay unchanged."""
+        """Return gradients unscaled and clipped; those that are scales of Keras' float8 layers stay unchanged."""
         own = [getattr(variable, "overwrite_with_gradient", False) for variable in variables]
         scaled = [None if is_own else grad for grad, is_own in zip(grads, own, strict=True)]
         plain = self.scaler.divide(scaled, variables)

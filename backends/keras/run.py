@@ -1,6 +1,6 @@
-"""`polyamp run --policy` for Keras on TensorFlow and JAX: what one writes for Keras, done by ``compile`` and ``fit``.
+"""`polyamp run --policy` for Keras on TensorFlow and JAX: ``compile`` and ``fit`` train under the policy.
 
-``compile`` wraps the optimizer, by which Keras' own training step scales the loss and skips. The first training step
+``compile`` wraps the optimizer, so that Keras' own training step scales the loss and skips. The first training step
 converts the model, which is built by then. A script that takes gradients itself is refused by the framework's adapter.
 """
 

@@ -1,6 +1,6 @@
 """Everything that polyamp uses of Keras, or of the framework below it, beyond its public interface.
 
-A release may change any of it without notice; the tests of this file's users then fail.
+Any release can change any of it without notice; the tests of this file's users then fail.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_preprocessing(layer: Any) -> bool:
 
 
 def marked(error: Exception) -> Exception:
-    """Return an error that Keras raises as it is, with its type and its cause."""
+    """Mark an error so that Keras raises it unchanged, and return it."""
     error._keras_call_info_injected = True  # type: ignore[attr-defined]
     return error
 
@@ -151,13 +151,13 @@ def variable_path(name: str) -> str:
 
 
 def build_loss(model: Any, batch: Sequence[Any]) -> None:
-    """Make a compiled model build its loss now; otherwise it does so at its first step, inside a trace."""
+    """Make a compiled model build its loss now, and not at its first step, which is inside a trace."""
     loss = getattr(model, "_compile_loss", None)
     if loss is not None and not loss.built and len(batch) > 1:
         loss.build(batch[1], model(batch[0], training=False))
 
 
 def build_metrics_and_optimizer(model: Any, data: Any) -> None:
-    """Make a compiled model build all that its step uses, as ``fit`` does before the first one."""
+    """Make a compiled model build all that its step uses, as ``fit`` does before the first step."""
     if model.compiled:
         model._symbolic_build(data_batch=data)

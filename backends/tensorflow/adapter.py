@@ -1,4 +1,4 @@
-"""The TensorFlow adapter: each verb of `polyamp`, and the function that does it."""
+"""The TensorFlow adapter: a table from each verb of `polyamp` to its function."""
 
 import tensorflow as tf
 

@@ -101,7 +101,7 @@ def lowerable(node: Node, dtype: int) -> tuple[str, ...]:
 
 @functools.cache
 def lowerable_types(op: str, device: str, types: tuple[tuple[str, int], ...], dtype: int) -> tuple[str, ...]:
-    """Return the largest set of these type attributes of an operation that may change from float32 to another type."""
+    """Return the largest set of these type attributes of an operation that can change from float32 to another type."""
     if device not in {kernel.device_type for kernel in registered_kernels(op)}:
         device = "CPU"  # TensorFlow places it there
     if device == "CPU" and tf.as_dtype(dtype).name in _ADDING_IN_16_BITS.get(op, ()):

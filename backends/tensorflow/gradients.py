@@ -16,7 +16,7 @@ from polyamp.errors import UnsupportedError
 
 
 def as_dtype(grad: Any, dtype: tf.DType) -> Any:
-    """Return a gradient cast to its variable's dtype: of another, TensorFlow's update kernels crash the process."""
+    """Return a gradient in its variable's dtype; with another, TensorFlow's update kernels crash the process."""
     return map_values(lambda values: tf.cast(values, dtype), grad)
 
 

@@ -86,8 +86,8 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
     def compute_gradients(self, loss: Any, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Return pairs of an unscaled gradient and its variable, for `apply_gradients`.
 
-        As with TensorFlow's own wrapper, code may clip or sum gradients between the two calls. Whether they are finite
-        is tested here, before that, and `apply_gradients` skips the step if they were not.
+        As with TensorFlow's own wrapper, code may clip or sum gradients between the two calls. Gradients are
+        tested here, before that, and `apply_gradients` skips the step if they were not finite.
 
         >>> weight = tf.Variable([1.0, 1.0])
         >>> opt = LossScaledOptimizer(tf.compat.v1.train.GradientDescentOptimizer(1.0))
@@ -98,7 +98,7 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         >>> weight.numpy().round(4)
         array([0.4, 0.2], dtype=float32)
 
-        Arguments and errors are those of ``tf.compat.v1.train.Optimizer``, and the errors of `LossScaler.scale`.
+        Arguments are those of ``tf.compat.v1.train.Optimizer``; errors are its own and those of `LossScaler.scale`.
         """
         scaled = (lambda: self.scaler.scale(loss())) if callable(loss) else self.scaler.scale(loss)
         pairs: list[tuple[Any, Any]] = self.inner.compute_gradients(scaled, *args, **kwargs)
@@ -135,7 +135,7 @@ class LossScaledOptimizer(tf.compat.v1.train.Optimizer):
         return None if tf.executing_eagerly() else tf.group(result.scale, name=name)
 
     def _was_finite(self, variables: Sequence[tf.Variable]) -> Any:
-        """Return whether `compute_gradients` found these variables' gradients finite; None if it made none here."""
+        """Return whether `compute_gradients` found these variables' gradients finite; None if it computed none here."""
         wanted, around = {variable.ref() for variable in variables}, places() or [None]
         calls = [call for call in self._calls if call.variables & wanted]
         here = [call for call in calls if any(call.place is place for place in around)]

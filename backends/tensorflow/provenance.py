@@ -4,7 +4,7 @@ Both are read in the graph that is being built, when a step unscales gradients. 
 a read of the loss scale. For example, in ``tape.gradient(scaler.scale(loss), weights)`` the backward pass starts at the
 product of the loss and the scale; in ``tape.gradient(loss, weights)`` nothing leads back to the scale.
 
-Clipping is what lies between a backward pass and the step: ``clip_by_global_norm(grads)`` compares scaled gradients
+Clipping is found between a backward pass and the step: ``clip_by_global_norm(grads)`` compares scaled gradients
 with a limit for unscaled ones.
 """
 
@@ -50,7 +50,7 @@ def is_scaled(grads: Sequence[Any], scale: Any) -> bool | None:
 
 
 def _report_clipped(last: Sequence[Any]) -> None:
-    """Report an operation that clips between the backward pass and these operations."""
+    """Report the first operation between the backward pass and these that clips."""
     late = closure(last, lambda one: [] if _is_gradient(one) else _makers(one))
     gradients = set(filter(_is_gradient, late))
     after = closure(gradients, lambda one: [op for value in one.outputs for op in value.consumers() if op in late])

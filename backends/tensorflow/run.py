@@ -18,6 +18,6 @@ _WRITE = (
 
 
 def begin(session: Session) -> None:
-    """Refuse a script that takes gradients of TensorFlow itself. Keras' own training step has its own adapter."""
+    """Refuse a script that itself takes gradients by TensorFlow. Keras' own training step has its own adapter."""
     for owner, name in _TAKE_GRADIENTS:
         session.refuse_call(owner, name, what="the script takes gradients itself", fix=_WRITE, unless_by="keras")

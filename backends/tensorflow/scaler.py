@@ -149,7 +149,7 @@ class LossScaler(ArrayScaler, tf.Module):
             grads: gradients of the scaled loss: tensors, ``tf.IndexedSlices`` or None.
 
         Raises:
-            InvalidTypeError: it is not a list of gradients.
+            InvalidTypeError: ``grads`` is not a list of gradients.
         """
         grads = gradients_in(grads, "unscale(grads)")
         if not self.settings.check:

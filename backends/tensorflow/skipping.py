@@ -134,7 +134,7 @@ def after(operations: Sequence[Any]) -> AbstractContextManager[Any]:
 
 
 def update_scope() -> AbstractContextManager[Any]:
-    """Return a context that names its operations as part of the update. It may be reused and nested."""
+    """Return a context that names its operations as part of the update. It can be reused and nested."""
     scopes = _scopes()
     return nullcontext() if tf.executing_eagerly() or UPDATE_SCOPE in scopes else _absolute([*scopes, UPDATE_SCOPE])
 
@@ -168,5 +168,5 @@ def _scopes() -> list[str]:
 
 
 def _absolute(scopes: Sequence[str]) -> AbstractContextManager[Any]:
-    """Return a context of an absolute name scope; none: root. TensorFlow leaves names that end in "/" unchanged."""
+    """Return a context of an absolute name scope, by default the root: a name that ends in "/" stays unchanged."""
     return tf.name_scope("".join(f"{scope}/" for scope in scopes))

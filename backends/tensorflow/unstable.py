@@ -1,6 +1,6 @@
 """All private interfaces of TensorFlow that polyamp uses, in one place.
 
-TensorFlow may change each of them in any release without notice; then the tests of this file's users fail.
+TensorFlow can change each of them in any release without notice; then the tests of this file's users fail.
 """
 
 from __future__ import annotations
@@ -297,7 +297,7 @@ def watched_gradients(taken: Callable[[Any, Any, Any, Any], None]) -> Iterator[N
 
 
 def _seeds(target: Any) -> Any:
-    """Return ones for each tensor of a target; None, which leaves it to TensorFlow, if anything else is in it."""
+    """Return ones for each tensor of a target; None, for TensorFlow to choose, if it has anything but tensors."""
     flat = nest.flatten(target)
     if not all(ops.is_symbolic_tensor(one) and one.dtype.is_floating for one in flat):
         return None
@@ -336,7 +336,7 @@ def elements_of(dataset: Any, types: Sequence[int]) -> Any:
 
 
 def dataset_of(elements: Sequence[Sequence[Any]]) -> Any:
-    """Return a dataset with these elements, of which there must be one, as a tensor."""
+    """Return a dataset with these elements, at least one, as a tensor."""
     parts = (dataset_ops.DatasetV2.from_tensors(tuple(element)) for element in elements)
     return functools.reduce(lambda one, other: one.concatenate(other), parts)._variant_tensor
 

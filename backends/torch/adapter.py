@@ -1,4 +1,4 @@
-"""The PyTorch adapter: each verb of `polyamp`, and the function that does it."""
+"""The PyTorch adapter: a table from each verb of `polyamp` to its function."""
 
 import torch
 

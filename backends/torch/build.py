@@ -13,7 +13,7 @@ from polyamp.errors import PolyampError
 
 
 def main() -> None:
-    """Build both libraries; polyamp's own errors are printed without a traceback."""
+    """Build both libraries; print polyamp's own errors without a traceback."""
     description = "Compile the extension for PyTorch. TORCH_CUDA_ARCH_LIST names other GPUs than those of this machine."
     parser = argparse.ArgumentParser(prog=extension.COMMAND, description=description)
     parser.add_argument("--force", action="store_true", help="build also what is there already, or has failed before")

@@ -56,7 +56,7 @@ def cast_tensor(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _report_unknown(leaf: Any) -> None:
-    """Warn once of a class whose tensors are not cast: its objects are not opened, or cannot be rebuilt."""
+    """Warn once of a class whose tensors are not cast, since its objects are not opened or cannot be rebuilt."""
     if not torch.compiler.is_compiling() and (hides_tensors(leaf) or open_up(leaf) is not None):
         kind = kind_of(leaf)
         warn_once(
@@ -119,7 +119,7 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def store_module(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Store a module's floating parameters, their gradients and its floating buffers in ``dtype``, in place."""
+    """Store a module's floating parameters, with their gradients, and floating buffers in ``dtype``, in place."""
     # The `torch.nn.Parameter` objects stay the same, so optimizers and tied layers keep them. Unlike ``module.to`` this
     # leaves complex values unchanged.
     for parameter in module.parameters():

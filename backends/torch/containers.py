@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 
 class Opened(NamedTuple):
-    """One level of a container."""
+    """One level of a container: its parts, and how to rebuild it."""
 
     parts: list[Any]  # the parts of the container
     closed: Callable[[Sequence[Any]], Any]  # builds a container of the same type from as many other parts
@@ -77,7 +77,7 @@ def _attributes(one: Any) -> Iterator[str]:
 
 
 def _mapping(tree: Mapping[Any, Any], parts: Sequence[Any]) -> Any:
-    """Return a copy of a mapping with other values, set one by one: Hugging Face's outputs refuse ``update``."""
+    """Return a copy of a mapping with other values, set one by one since Hugging Face's outputs refuse ``update``."""
     if isinstance(tree, MappingProxyType):
         return MappingProxyType(dict(zip(tree, parts, strict=True)))
     if not isinstance(tree, MutableMapping):

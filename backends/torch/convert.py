@@ -142,13 +142,13 @@ def _add_hooks(model: nn.Module, parts: list[_Part], kept: set[nn.Module], polic
 
 
 def _holds_values(module: nn.Module) -> bool:
-    """Return whether a module has floating parameters or buffers; else it computes in the type of its inputs."""
+    """Return whether a module has floating parameters or buffers; without them it computes in its inputs' type."""
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return any(value.is_floating_point() for value in own) and not isinstance(module, nn.modules.loss._Loss)
 
 
 def _caller(modules: dict[str, nn.Module], path: str) -> nn.Module:
-    """Return the nearest module above that calls this one; lists and dicts of modules do not call theirs."""
+    """Return the module that calls the one at ``path``: the nearest above it that is not a list or dict."""
     above = path.rpartition(".")[0]
     while isinstance(modules[above], nn.ModuleList | nn.ModuleDict) and above:
         above = above.rpartition(".")[0]

@@ -25,5 +25,5 @@ def dtype_of(format_name: str) -> torch.dtype:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Return a dtype's name without ``torch.``, as `polyamp.formats` has it."""
+    """Return a dtype's name as in `polyamp.formats`, without ``torch.``."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""The compiled extension: built by ``torch.utils.cpp_extension``, loaded once per process, and reported if it is not.
+"""The compiled extension: built by ``torch.utils.cpp_extension``, loaded once per process; a failure is reported.
 
 ``POLYAMP_EXTENSION`` decides: ``auto`` (use a library that is built; for a GPU build it at first use if compilers are
 found), ``off``, or ``require`` (like ``auto``, with an error if there is nothing to use).
@@ -119,7 +119,7 @@ def available(device: str | torch.device) -> bool:
 
 
 def library(name: str, *, required: bool = True) -> ctypes.CDLL | None:
-    """Return a library with a C interface, such as ``"autocast"``, built and loaded as by `available`; or None."""
+    """Return a library with a C interface, such as ``"autocast"``, loaded as by `available`; None without it."""
     path = None if mode() == "off" else _obtained(name, _device(), required=required)
     return ctypes.CDLL(str(path)) if path else None
 
@@ -152,7 +152,7 @@ def path_of(name: str) -> Path:
 
 
 def build(name: str, *, force: bool = False) -> Path:
-    """Build and load a library, unless the cache has it. If several processes ask, one builds and the others wait."""
+    """Load a library, built first unless the cache has it. Of several processes, one builds and the others wait."""
     lacking, path = _lacking(), path_of(name)
     if lacking:
         raise ExtensionError(
@@ -178,7 +178,7 @@ def build(name: str, *, force: bool = False) -> Path:
 
 
 def _compile(name: str, path: Path) -> None:
-    """Build a library in its folder; ``cpp_extension`` loads it too."""
+    """Build a library in its folder by ``cpp_extension``, which loads it too."""
     from torch.utils import cpp_extension  # takes half a second, for setuptools
 
     made_for = f"torch {torch.__version__}, {_gpus() or 'for the CPU'}"
@@ -264,7 +264,7 @@ def _obtained(name: str, device: torch.device, *, required: bool = True) -> Path
 
 
 def _serving(name: str, device: torch.device, *, may_build: bool) -> Path:
-    """Load a library, for a GPU also build it, and check that the device can run it; return its path."""
+    """Load a library, built first if need be for a GPU; check that the device can run it; return its path."""
     if device.type == "cuda" and _device().type != "cuda":
         raise ExtensionError("PyTorch sees no NVIDIA GPU", found=f"torch {torch.__version__}")
     path = path_of(name)
@@ -300,7 +300,7 @@ def _lacking() -> str | None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock that other processes wait for; the system releases it if this process is killed."""
+    """Hold a lock that other processes wait for, and that the system releases if this process is killed."""
     import fcntl  # not available on Windows
 
     file = os.open(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -312,7 +312,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _check_owners(path: Path) -> None:
-    """Refuse a library, or a folder of it, that another user may have written or can replace."""
+    """Refuse a library, or a folder of it, that another user can have written or can replace."""
     cache = path.parent.parent.resolve()
     for one in (cache, path.parent, path, path.with_name(BUILT)):
         if not os.path.lexists(one):  # not built yet
@@ -339,7 +339,7 @@ def _failed(output: str, where: str) -> BuildError:
 
 
 def _check_cuda(path: Path, device: torch.device) -> None:
-    """Ask CUDA's runtime whether driver and GPU run the library's code."""
+    """Raise if, as CUDA's runtime reports, driver or GPU cannot run the library."""
     # It tests the current device, and so uses memory on it (a CUDA context): that must be the parameters' device.
     compiled = ctypes.CDLL(str(path))
     with torch.cuda.device(device):

@@ -1,4 +1,4 @@
-"""Facts about modules: the operation that one implements, what its authors keep in float32, names of parameters."""
+"""Facts about modules: which operation each implements, what authors keep in float32, names of parameters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 def kept_by_authors(model: nn.Module) -> frozenset[nn.Module]:
-    """Return the parts of a model that its code, or the code of its parts, keeps in float32."""
+    """Return the parts of a model that the model's code, or a part's code, keeps in float32."""
     kept = set()
     for owner in model.modules():
         names = [name for kind in _KEPT for name in getattr(owner, kind, None) or ()]

@@ -7,7 +7,7 @@ Under a policy, three parts of torch are replaced until the run ends:
     torch.autograd.backward    the loss is scaled, and hooks on the leaves that it reaches unscale their gradients
 
 So the script only sees float32 losses and unscaled gradients. What is not finite becomes NaN, which survives clipping
-and adding, and the step is skipped. bfloat16 has a scale of 1. What this would be wrong for is refused.
+and adding, and the step is skipped. bfloat16 has a scale of 1. A script for which this is wrong is refused.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _run_models_under(session: Session, policy: Policy) -> None:
 
 
 class _Unscaled(Attached):
-    """An optimizer of a script that steps from gradients that are unscaled already."""
+    """A script's optimizer, which steps from gradients that are unscaled already."""
 
     @staticmethod
     def polyamp_step(wrapper: LossScaledOptimizer, closure: Any, **kwargs: Any) -> Any:
@@ -123,7 +123,7 @@ class _Unscaled(Attached):
 
 
 def _attach_optimizers(session: Session, policy: Policy) -> None:
-    """Attach every optimizer where it is made, and refuse the steps of others. All share the first one's loss scale."""
+    """Attach each optimizer as it is made, with the loss scale of the first; refuse steps of any other optimizer."""
 
     def watch(kind: type) -> None:
         original = vars(kind).get("__init__")

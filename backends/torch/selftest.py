@@ -23,7 +23,7 @@ _OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def trial(operation: str, arrays: tuple[Any, ...], format_name: str, device: str) -> tuple[Any, Any]:
-    """Run an operation; return its result, and a function that runs it so many times and waits for the device."""
+    """Run an operation; return its result, and a function that runs it a given number of times and then waits."""
     function = _OPERATIONS[operation]
     tensors = [torch.from_numpy(array).to(device, DTYPES[format_name]) for array in arrays]
 

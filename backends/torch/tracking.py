@@ -112,7 +112,7 @@ class Tracker:
             self._running.pop()
 
     def _root_of(self, module: nn.Module) -> nn.Module:
-        """Return the module itself; but for a checkpointed module that runs again in a backward pass, its root."""
+        """Return the root of a checkpointed module that runs again in a backward pass; else the module itself."""
         if module not in self._paths and unstable.running_node() is not None:
             return next((root for root in self.roots if module in self._paths[root]), module)
         return module

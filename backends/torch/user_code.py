@@ -26,7 +26,7 @@ def is_users(file: str) -> bool:
 def users_line(*, directly: bool = False) -> str:
     """Return the innermost line of the user's code that is running, as ``model.py:12 (forward)``; empty without one.
 
-    With ``directly`` there is only one if the user's code, and no other library, called the adapter.
+    With ``directly``, it is empty too if another library called the adapter.
     """
     frame = inspect.currentframe()
     between = _ADAPTER if directly else _LIBRARIES

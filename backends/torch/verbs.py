@@ -33,7 +33,7 @@ def wrap_optimizer(
     norm_group: Any = None,
     named_parameters: Iterable[tuple[str, torch.Tensor]] = (),
 ) -> Any:
-    """Return a `LossScaledOptimizer`; for several optimizers in a list, a list of those, which share their loss scales.
+    """Return a `LossScaledOptimizer`; for a list of optimizers, a list of wrapped ones that share their loss scales.
 
     See `LossScaledOptimizer` for the options and errors.
     """

@@ -61,7 +61,7 @@ class Verdict(Report):
 
     @cached_property
     def first(self) -> Observation | None:
-        """Return the first tensor that is finite in float32 alone; else the first non-finite one that is not a mask."""
+        """Return the first tensor that only 16 bits make non-finite; else the first non-finite one but for masks."""
         bad = [one for one in self.recording.observations if not one.spread.is_finite]
         own = (one for one in bad if (twin := self._in_float32(one)) is None or twin.spread.is_finite)
         return next(own, self.recording.broken)
@@ -82,7 +82,7 @@ class Verdict(Report):
 
     @cached_property
     def rounding(self) -> Rounding | None:
-        """Return how 16 bits change the step's values; None if they agree."""
+        """Return how 16 bits change the step's values; None if they do not."""
         suits = self.probe.suits(self.recording.scale)
         return rounding(self.recording.unscaled(), self.wide, gradients=suits)
 
@@ -127,7 +127,7 @@ class Verdict(Report):
 
     @cached_property
     def culprits(self) -> dict[str, str]:
-        """Return rules for only the first tensor that is not finite, or that differs."""
+        """Return rules for the operations to blame alone; see `kind`."""
         if self.kind == "forward" and self.probe.rules:
             return self.probe.rules
         found = self.culprit
@@ -290,7 +290,7 @@ def diagnose(
     If nothing overflows, report whether the loss agrees with float32's, since rounding may change it.
 
     The step is run under the policy, in float32, and with each suggested rule to see whether it helps. Everything that
-    it changes is restored.
+    the step changes is restored.
 
     >>> import jax.numpy as jnp
     >>> def loss_fn(params, x):

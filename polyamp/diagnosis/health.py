@@ -110,7 +110,7 @@ class Health(Report):
 
     @property
     def margin(self) -> float | None:
-        """Return by how many powers of two the scale is below the smallest known to be too large; None if none is."""
+        """Return by how many powers of two the scale is below the smallest known to be too large, or None."""
         # That is the upper edge of the probed window, else the scale that overflowed last.
         window = self.probe.window if self.probe is not None else None
         too_much = float(self.counters.overflow_scale) if window is None else window.high

@@ -1,6 +1,6 @@
 """The pictures of a probe and of a profile, drawn into image files.
 
-They import no report, so that a report can import them. matplotlib is needed only when they draw.
+This file imports no report, so that reports can import it; matplotlib is imported only to draw.
 """
 
 from __future__ import annotations

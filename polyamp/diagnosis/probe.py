@@ -114,7 +114,7 @@ class Probe(Report):
 
     @property
     def recommended(self) -> LossScale:
-        """Return recommended settings: dynamic, starting inside the window, or a check alone if nothing needs it."""
+        """Return recommended settings: dynamic, starting inside the window, or a check alone if no scale is needed."""
         # The start is that of ``LossScale()`` if the window contains it, else the nearest scale in the window. If the
         # window is empty, it is what all tolerate: too small a scale loses something, and too large a one skips all.
         window, default = self.window, LossScale()
@@ -372,7 +372,7 @@ def record(
 
 
 def sixteen_bit(policy: Policy | str | None) -> Policy:
-    """Return the policy to examine: this one, else the current one if it computes in 16 bits, else mixed_float16."""
+    """Return the policy to examine: the one given, else the current one if in 16 bits, else mixed_float16."""
     if policy is not None:
         return make_policy(policy)
     current = current_policy()

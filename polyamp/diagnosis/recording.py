@@ -114,7 +114,7 @@ class Recording:
 
     @cached_property
     def broken(self) -> Observation | None:
-        """Return the first tensor that is not finite, unless the step is fine: masks are activations that hold -inf."""
+        """Return the first tensor that is not finite; None if only masks, which hold -inf, are not finite."""
         bad = [one for one in self.observations if not one.spread.is_finite]
         is_mask = all(one.kind == ACTIVATION and not one.spread.nan for one in bad)
         is_fine = is_mask and (self.loss is None or math.isfinite(self.loss))
@@ -145,7 +145,7 @@ class Recording:
 
 
 class Rounding(NamedTuple):
-    """A loss or gradient that 16 bits change, and the tensor where that starts."""
+    """A loss or gradient that 16 bits change, and the first tensor that changes."""
 
     loss: float  # the loss under the policy
     loss_float32: float  # the loss in float32

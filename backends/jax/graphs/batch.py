@@ -1,4 +1,4 @@
-"""How the memory of a forward and backward pass grows with the batch: XLA compiles it for two batches, and knows."""
+"""How the memory of a forward and backward pass grows with the batch: XLA compiles two sizes, and reports each."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _grown(leaf: Any, axis: int | None, times: int) -> Any:
 
 
 def _trained(program: Program) -> list[int]:
-    """Return the places of the parameters among the arguments; if there are none, of all floating-point arguments."""
+    """Return the positions of the parameters among the arguments; without any, of the floating-point arguments."""
     return [place for place in program.floating if program.are_parameters[place]] or program.floating
 
 

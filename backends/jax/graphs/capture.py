@@ -1,4 +1,4 @@
-"""Captures a call of a function as a program: its jaxpr, apart from everything static; and all equations of a jaxpr.
+"""Captures a call of a function as a program: its jaxpr, separate from all that is static. Lists jaxprs' equations.
 
 A function that cannot be traced is refused with the user's line and the remedy.
 """
@@ -59,7 +59,7 @@ class Program:
         return jax.tree.unflatten(self._tree, [next(given) if is_one else leaf for leaf, is_one in kept])
 
     def vjp(self, run: Run, arrays: Sequence[Any], places: Sequence[int]) -> Any:
-        """Run the program by ``run``; return its floating-point results and their pullback to arrays at ``places``."""
+        """Run the program by ``run``; return floating-point results and their pullback to the arguments ``places``."""
 
         def of_places(own: dict[int, Any]) -> list[Any]:
             results = run(self, [own.get(place, array) for place, array in enumerate(arrays)])
@@ -69,7 +69,7 @@ class Program:
 
     @property
     def floating(self) -> list[int]:
-        """The places of the floating-point arrays among the arguments."""
+        """The positions of the floating-point arrays among the arguments."""
         return [place for place, array in enumerate(self.arrays) if is_inexact(array.dtype)]
 
     def bytes_saved(self, run: Run) -> int | None:
@@ -119,7 +119,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _user_line(error: BaseException) -> str:
-    """Return the innermost line of the traceback outside libraries: not polyamp, JAX or a package such as flax."""
+    """Return the traceback's innermost line outside polyamp, JAX and packages such as flax."""
     frame, found = error.__traceback__, ""
     while frame is not None:
         if is_users(frame.tb_frame.f_code.co_filename):
@@ -144,7 +144,7 @@ class Equation(NamedTuple):
 
 
 def walk(closed: Any, path: str = "", is_backward: bool = False, times: int = 1) -> Iterator[Equation]:
-    """Yield all equations; in place of one that holds a program, the equations of this program."""
+    """Yield all equations; in place of one that holds a program, yield that program's."""
     for own in unstable.opened(closed)[0].eqns:
         place = "/".join(filter(None, (path, unstable.scopes(own))))
         backward = is_backward or "transpose" in unstable.transformations(own)

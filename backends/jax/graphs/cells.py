@@ -1,4 +1,4 @@
-"""Values while a program runs again: an array in some dtype, together with the dtype that its program declared.
+"""Values, called cells, while a program runs again: each an array in some dtype, with its declared dtype.
 
 For example, ``x @ w`` under ``mixed_float16`` is a cell whose array is float16, whose declared dtype is float32, and
 whose state for the flow rule is low. `Cell.restored` is its array in float32, as the program expects it at the end.
@@ -47,12 +47,12 @@ class Cell:
 
     @classmethod
     def of(cls, array: Any, declared: Any, value: Value | None = None) -> Cell:
-        """Return the cell of an array that is in its declared dtype; ``value`` has the facts if this is float32."""
+        """Return the cell of an array that is in its declared dtype; ``value``: the facts, used for float32."""
         known = declared_value(declared) if value is None or declared != FLOAT32 else value
         return cls(array, declared, declared, known)
 
     def tree_flatten(self) -> tuple[tuple[Any], tuple[Any, ...]]:
-        """Return the array; and, as static data to compare, the other fields except the recipe and the casts."""
+        """Return the array; and, as static data to compare, all other fields but ``recipe`` and ``casts``."""
         return (self.array,), (self.dtype, self.declared, self.value, self.shared)
 
     @classmethod
@@ -66,7 +66,7 @@ class Cell:
         return is_inexact(self.declared)
 
     def within(self) -> Cell:
-        """Return the cell without its recipe and casts, for use in the body of a loop, a branch or a rule."""
+        """Return the cell without casts and without how it was computed, for the body of a loop, branch or rule."""
         return self.around(self.array)
 
     def around(self, array: Any) -> Cell:
@@ -88,7 +88,7 @@ class Cell:
         return self.cast(self.declared)
 
     def low(self, dtype: Any, value: Value) -> Cell:
-        """Return a model for cells of this value in 16 bits; ``value`` names the operation that computes them."""
+        """Return a cell that describes this value in 16 bits, as made by the operation that made ``value``."""
         return Cell(self.array, dtype, self.declared, Value("low", value.maker), shared=True)
 
     @property
@@ -122,5 +122,5 @@ def around(cells: Iterable[Cell], arrays: Iterable[Any]) -> list[Cell]:
 
 
 def held_as_declared(cells: Iterable[Cell]) -> list[Cell]:
-    """Return cells in their declared dtypes; those that were low become weak, float32 only by declaration."""
+    """Return cells in their declared dtypes; low ones become weak, which is float32 only by declaration."""
     return [cell.declared_as(WEAK if cell.value.state == "low" else cell.value) for cell in cells]

@@ -8,8 +8,8 @@ For example, the output of a block goes straight into the next block. The first 
 get 16 bits, which would take two rewritten functions. The output is then passed on in float32, which loses nothing, and
 one function is enough.
 
-A loop carries float32 values in float32: errors of 16 bits would add up over its iterations. This holds for cell
-states, for the sums of gradients in the transposed loop, and for the iterates of solvers. A value that every iteration
+A loop carries float32 values in float32: errors of 16 bits would add up over its iterations. This holds for an LSTM's
+cell state, for sums of gradients in the transposed loop, and for the iterates of solvers. A value that every iteration
 computes again in 16 bits, such as the hidden state of ``tanh(h @ w + x)``, does not add up and is carried in 16 bits.
 """
 
@@ -76,12 +76,12 @@ def _bound_to(
 
 
 def in_place(program: str) -> Handler:
-    """Return a handler of calls: it runs in their place the program that they hold in this parameter."""
+    """Return a handler that runs, in place of a call, the program that the call has as this parameter."""
     return lambda run, equation, cells, path: run.run(equation.params[program], cells, path)
 
 
 def remat(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Trace the function again, and bind the primitive itself: no public function sets ``differentiated``."""
+    """Trace the function again, and bind the primitive itself, since no public function sets ``differentiated``."""
     closed, outputs = trace(run, equation.params["jaxpr"], cells, path)
     jaxpr, constants = unstable.without_constants(closed)
     return _bound_to(equation, cells, jaxpr, outputs, constants)
@@ -128,7 +128,7 @@ def _rewritten(run: Interpreter, closed: Any, cells: Sequence[Cell], path: str) 
 def _rewrite(
     run: Interpreter, closed: Any, cells: Sequence[Cell], path: str, held: frozenset[tuple[int, Value]]
 ) -> _Rewritten:
-    """Rewrite a jaxpr for arguments in these formats; it returns the outputs in ``held`` in their declared dtypes."""
+    """Rewrite a jaxpr for arguments in these formats, to return the outputs ``held`` in their declared dtypes."""
     own, values = run.apart(), dict(sorted(held))
 
     def hold(outputs: list[Cell]) -> list[Cell]:
@@ -158,7 +158,7 @@ def cond(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[
 
 
 def _join(outputs: tuple[Cell, ...]) -> Cell:
-    """Return one output as every branch returns it: in the dtype they share, else the declared one."""
+    """Return one output as every branch returns it: in the dtype that all share, else the declared one."""
     ranks = ["strong", "other", "input", "weak", "low"]
     first = min(outputs, key=lambda cell: ranks.index(cell.value.state))
     dtype = first.dtype if all(cell.dtype == first.dtype for cell in outputs) else first.declared
@@ -256,7 +256,7 @@ def _models(
 
 
 def _planning(run: Interpreter, times: int = 1) -> Callable[[], Any]:
-    """Return a context for a body that JAX may trace several times: the plan shows the last trace."""
+    """Return a context for a body that JAX can trace several times; a plan shows only the last."""
     plan = run.plan
     if plan is None:
         return nullcontext
@@ -273,5 +273,5 @@ def _shared(cell: Cell) -> Cell:
 
 
 def _ending_in(models: Sequence[Cell], cells: Sequence[Cell]) -> list[Any]:
-    """Return the arrays of the first cells, cast to the dtypes of the models; other uses do not share the casts."""
+    """Return the arrays of the first cells, cast to the dtypes of ``models`` by casts that no other use shares."""
     return [cell.within().cast(model.dtype) for model, cell in zip(models, cells, strict=False)]

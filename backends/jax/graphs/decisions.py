@@ -68,7 +68,7 @@ def dtypes_of(decision: Decision, decider: Decider) -> tuple[Any, Any]:
 def _with_format(
     decider: Decider, equation: Any, decision: Decision, inputs: list[Value], asked: str, *, gradient: bool
 ) -> Decision:
-    """Return the decision with a format: by the operation's own parameters if they fix it, else by the flow rule."""
+    """Return the decision with a format: by the operation's own parameters if they fix one, else by the flow rule."""
     if not inputs:
         return decision._replace(reason=NO_FLOATS)
     decision = decider.flow(decision, inputs, asked=asked, gradient=gradient)
@@ -86,7 +86,7 @@ def _with_format(
 
 
 def _of_constants(decision: Decision, cells: Sequence[Cell]) -> Decision:
-    """Return a decision about constants: the result has the role ``weights``, unless it is known numbers, moved."""
+    """Return a decision about constants: the result has the role ``weights``, unless known numbers only move."""
     roles = [cell.value.role for cell in cells]
     if decision.op_class == "lower":
         if set(roles) != {"weights"}:
@@ -112,7 +112,7 @@ def _asked(params: dict[str, Any]) -> str:
 
 
 def _note(decider: Decider, equation: Any, decision: Decision, cells: Sequence[Cell]) -> None:
-    """Record whether an operation was lowered; for one that the table lowers, also why it was not."""
+    """Record whether an operation was lowered, or why not although the table lowers it."""
     decider.lowered |= decision.format == decider.compute
     dtypes = {cell.dtype for cell in cells if cell.inexact}
     if decision.operation not in _LOWERED or not dtypes:

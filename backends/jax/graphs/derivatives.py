@@ -40,7 +40,7 @@ def custom_jvp(run: Interpreter, equation: Any, cells: list[Cell], path: str) ->
 
 
 def custom_vjp(run: Interpreter, equation: Any, cells: list[Cell], path: str) -> list[Cell]:
-    """Run a function and both its derivative rules by the flow rule, whose formats the residuals keep."""
+    """Run a function and both its derivative rules by the flow rule; residuals keep that rule's formats."""
     sees_zeros = equation.params["symbolic_zeros"]
     _, forward_rule, backward_rule = unstable.custom_functions(equation)
     formats = _Formats()
@@ -126,7 +126,7 @@ def _filled(cell: Cell) -> Cell:
 
 
 def _call_with_fixed(run: Interpreter, function: Callable[..., Any], cells: Sequence[Cell], path: str) -> list[Cell]:
-    """Run a function by the flow rule, with what a jaxpr cannot hold outside: float0, symbolic zeros, flags."""
+    """Run a function by the flow rule, but keep outside what no jaxpr holds: float0, symbolic zeros, flags."""
     fixed = {
         index: cell.array
         for index, cell in enumerate(cells)

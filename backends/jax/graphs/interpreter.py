@@ -61,7 +61,7 @@ class Repeats:
         return self._times[id(closed)] > 1 and len(unstable.opened(closed)[0].eqns) > 1
 
     def links(self, closed: Any) -> set[tuple[int, int]]:
-        """Return pairs (output, input): this output of one call of a jaxpr is this input of a later call."""
+        """Return each pair (output, input) where that output of one call of a jaxpr is that input of a later one."""
         return self._chained[id(closed)]
 
 
@@ -88,7 +88,7 @@ class Interpreter:
         self._needs_paths = plan is not None or bool(policy.rules)
 
     def apart(self) -> Interpreter:
-        """Return an interpreter for the same policy that records its decisions apart, and makes no plan."""
+        """Return an interpreter for the same policy, with a record of decisions of its own and no plan."""
         other = copy(self)
         other.decider, other.plan = Decider(self.policy), None
         return other
@@ -204,7 +204,7 @@ class Interpreter:
 
 @contextmanager
 def _naming_rule(equation: Any, decision: Decision) -> Iterator[None]:
-    """Replace the error of a primitive that refuses a dtype by one that names the rule which asked for it."""
+    """If a primitive refuses a dtype, raise an error that names the rule which asked for the dtype."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -229,7 +229,7 @@ def _results(equation: Any, arrays: Sequence[Any], value: Value, held: Any) -> l
 
 
 def _as_traced(cell: Cell, variable: Any) -> Any:
-    """Return an output with its traced dtype, which may be a weak type."""
+    """Return an output with its traced dtype, which can be a weak type."""
     is_rounded = cell.value.role == "saturated" and cell.declared == FLOAT32  # its user may take a logarithm
     array = writing.compute_again(cell) if is_rounded else cell.restored()
     weak = getattr(variable.aval, "weak_type", False)

@@ -43,7 +43,7 @@ class PlanBuilder:
 
     @contextmanager
     def repeated(self, mark: int, times: int = 1) -> Iterator[None]:
-        """Count what is added inside ``times`` times; first remove an earlier trace: what is after ``mark``."""
+        """Remove entries after ``mark``, of an earlier trace; count the new ones, added inside, ``times`` times."""
         del self.operations[mark:]
         self._begins = {region: begin for region, begin in self._begins.items() if begin < mark}
         before, self._times = self._times, self._times * times
@@ -87,7 +87,7 @@ class PlanBuilder:
 
 
 def _by_hand(equation: Any, decision: Decision) -> Decision:
-    """Return a decision; for a cast to 16 bits in the forward pass, with the reason that the user wrote it."""
+    """Return a decision; for a cast to 16 bits in the forward pass, with the user's code as the reason."""
     target = _format([var.aval for var in equation.outvars])
     is_low = target in ("float16", "bfloat16") and "transpose" not in unstable.transformations(equation)
     return decision._replace(reason=f"{BY_HAND}{target}") if decision.operation == "cast" and is_low else decision
@@ -131,7 +131,7 @@ class Regions:
         return None if found is None else int(found[1])
 
     def unused_rules(self, policy: Policy, others: Iterable[Decider] = ()) -> list[str]:
-        """Return the patterns of a policy's own rules that matched nothing in its regions, nor for ``others``."""
+        """Return the patterns of a policy's own rules that matched nothing in that policy's regions or ``others``."""
         own = [region.decider for region in self.found if region.policy == policy]
         return [rule.pattern for rule in unused_in([*own, *others])]
 

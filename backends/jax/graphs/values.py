@@ -72,7 +72,7 @@ class Values:
         return self.numbering.specific(name, *map(self.number, inputs)) if len(inputs) == 2 else name
 
     def _product(self, equation: Any) -> str:
-        """Return the canonical name of a product. Gradients have that of products that sum."""
+        """Return the canonical name of a product; in a backward pass always ``matmul``."""
         if self.is_backward(equation):
             return "matmul"
         first, second = equation.invars
@@ -83,7 +83,7 @@ class Values:
         return self.numbering.product(map(self.number, equation.invars), contracted, is_aligned=is_aligned)
 
     def largest(self, atom: Any) -> float:
-        """Return how large an array's integers may be; 0 for a scalar, which is like a constant."""
+        """Return how large an array's integers can be; 0 for a scalar, which is like a constant."""
         if not unstable.is_variable(atom) or _shape(atom) == ():
             return 0
         return self._largest.get(atom, float(np.iinfo(atom.aval.dtype).max) if is_integer(atom) else 1)
@@ -185,7 +185,7 @@ class Values:
             return [self.numbering.new(shape) for shape in shapes]
 
     def _bound(self, equation: Any, operation: str) -> None:
-        """Note how large the integers in the results of an operation may be."""
+        """Note how large the integers in the results of an operation can be."""
         if equation.primitive.name == "iota":
             size = equation.params["shape"][equation.params["dimension"]]
             self._largest[equation.outvars[0]] = size - 1 if isinstance(size, int) else math.inf
@@ -233,7 +233,7 @@ def _floating(atoms: Sequence[Any]) -> list[Any]:
 
 
 def _written(closed: Any, states: Sequence[bool]) -> dict[Any, list[Any]]:
-    """Return, for each argument that may be a state, the results that may be its new value: those of its shape."""
+    """Return, for each argument that can be a state, the results of its shape: one can be its new value."""
     jaxpr, _ = unstable.opened(closed)
     returned = [atom for atom in jaxpr.outvars if unstable.dtype_in(atom) == FLOAT32 and unstable.is_variable(atom)]
     arguments = [one for one, is_state in zip(jaxpr.invars, states, strict=False) if is_state and _floating([one])]

@@ -8,7 +8,7 @@ A value has a recipe: how it was computed, so that operations in float32 can com
 
 - A logarithm must not take a value that was rounded, such as a sigmoid close to 1. In ``log(1 - sigmoid(x @ w))`` the
   sigmoid and the difference are computed again in float32, from the float16 product. The product is a *leaf*.
-- The backward pass may need a float32 value that was computed from 16-bit arrays. It keeps these arrays, which are half
+- The backward pass can need a float32 value that was computed from 16-bit arrays. It keeps these arrays, which are half
   as large and often kept anyway, and computes the value again.
 """
 
@@ -39,7 +39,7 @@ _DEPTH = 8
 
 
 def note_equation(equation: Any, cells: Sequence[Cell], results: Sequence[Cell], anew: Sequence[str]) -> None:
-    """Record how the result of an equation was computed, if an operation may need it again."""
+    """Record how the result of an equation was computed, if an operation can need it again."""
     if len(results) == 1 and (equation.primitive.name in _CHEAP or results[0].value.role in _ANEW):
         results[0].recipe = Recipe(equation, cells, anew)
 

@@ -20,7 +20,7 @@ _LEAST = 64  # elements that are sampled in each iteration of a loop, however ma
 
 
 class Sample(NamedTuple):
-    """The sample of tensors of one size: a pytree, so that loops and branches can return it, with axes for iterations.
+    """The sample of tensors of one size: a pytree with axes for iterations, which loops and branches can return.
 
     XLA compiles kernels for every sample. Tensors that are sampled together share them.
     """

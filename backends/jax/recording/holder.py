@@ -1,4 +1,4 @@
-"""What `polyamp.lint` judges beside a plan: the optimizer, the parameters, and whether a step scales its loss.
+"""What `polyamp.lint` judges in addition to a plan: the optimizer, the parameters, and whether a step scales its loss.
 
 A gradient of a scaled loss is made from the loss scale: ``jax.grad`` of ``polyamp.scale_loss(loss, opt_state)`` starts
 at their product. In ``jax.grad`` of the plain loss, no equation leads from the scale to the gradients that the wrapped
@@ -28,7 +28,7 @@ from polyamp.policies import Policy
 
 
 def holder(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Holder:
-    """Return what lint judges beside a plan; see `polyamp.interface.Adapter.holder`."""
+    """Return what lint judges in addition to a plan; see `polyamp.interface.Adapter.holder`."""
     step, held = getattr(optimizer, "step", None), (_state_of(optimizer, args), args, dict(kwargs))
     own, states = step if isinstance(step, Step) else None, states_in(held)
     is_scaled = any(map(_is_native_scaler, jax.tree.leaves(held, is_leaf=_is_native_scaler)))
@@ -53,7 +53,7 @@ def _is_beyond(leaf: Any, policy: Policy) -> bool:
 
 
 def _state_of(optimizer: Any, args: tuple[Any, ...]) -> Any:
-    """Return the first state of an optax optimizer, which shows its parts; for any other object, the object."""
+    """Return an optax optimizer's first state, which shows the optimizer's parts; return any other object itself."""
     init = getattr(optimizer, "init", None)
     if not (callable(init) and args):
         return optimizer
@@ -64,7 +64,7 @@ def _state_of(optimizer: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _is_native_scaler(node: object) -> bool:
-    """Return whether this is a loss scale of flax or jmp, by its name: neither package is imported."""
+    """Return whether this is a loss scale of flax or jmp, by its name, since neither package is imported."""
     names = {(base.__module__.partition(".")[0], base.__name__) for base in type(node).__mro__}
     return not names.isdisjoint(_NATIVE_SCALERS)
 

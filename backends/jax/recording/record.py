@@ -108,7 +108,7 @@ def _chosen(records: Sequence[Record], parameters: Sequence[tuple[str, tuple[int
 
 
 def _matched(gradients: Sequence[Record], parameters: Sequence[tuple[str, tuple[int, ...]]]) -> list[Record]:
-    """Return unnamed gradients with names: of consecutive parameters with the same shapes, else by unique shapes."""
+    """Return gradients with names: of consecutive parameters of the same shapes, else of those of unique shape."""
     shapes, wanted = [shape for _, shape in parameters], [record.shape for record in gradients]
     starts = range(len(shapes) - len(wanted) + 1)
     first = next((start for start in starts if shapes[start : start + len(wanted)] == wanted), None)

@@ -62,7 +62,7 @@ class Replay:
         wanted: Sequence[bool] | None = None,
         constants: Sequence[Any] | None = None,
     ) -> list[Evaluated]:
-        """Evaluate a jaxpr; return its outputs, of which those that are not wanted may be missing."""
+        """Evaluate a jaxpr; return its outputs, with a placeholder for some that are not wanted."""
         jaxpr, own_constants = unstable.opened(closed)
         constants = own_constants if constants is None else constants
         known = {var: self.given(array, var) for var, array in zip(jaxpr.constvars, constants, strict=True)}
@@ -93,7 +93,7 @@ class Replay:
             self.records = outer
 
     def leave(self, values: Sequence[Evaluated], place: Place) -> list[Evaluated]:
-        """Record values that leave the backward pass as parameters' gradients; return all values as outside of it."""
+        """Record, as parameters' gradients, values that leave the backward pass; return all, marked as outside."""
         for value in values:
             if value.backward and id(value.array) not in self._seen:
                 self._seen[id(value.array)] = value.array
@@ -321,6 +321,6 @@ def _around(values: Sequence[Evaluated], arrays: Sequence[Any]) -> list[Evaluate
 
 
 def _scaled_alike(values: Sequence[Evaluated]) -> list[Evaluated]:
-    """Return the inputs of a loop, all marked as scaled if any of them is: they may depend on each other."""
+    """Return the inputs of a loop, all marked as scaled if any of them is: one can depend on another."""
     scaled = any(value.scaled for value in values)
     return [value._replace(scaled=scaled) for value in values]

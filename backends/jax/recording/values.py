@@ -39,7 +39,7 @@ class Evaluated(NamedTuple):
     origin: Origin | None = None
 
     def elsewhere(self) -> Evaluated:
-        """Return the value as it leaves a loop or branch: apart from the records inside, which are of other arrays."""
+        """Return the value as it leaves a loop or branch, no longer tied to records inside (of other arrays)."""
         return self if self.origin is None else self._replace(origin=self.origin._replace(number=None))
 
 
@@ -59,7 +59,7 @@ class Record(NamedTuple):
 
 
 def sampled(records: Iterable[Record]) -> list[Record]:
-    """Return records with samples; tensors of one size share one, up to a total size, since all are kept for it."""
+    """Return records with samples; tensors of one size share a sample, up to a total size: it needs all at once."""
     own, groups = list(records), dict[Any, list[list[int]]]()
     flat = {index: record.array.reshape(-1) for index, record in enumerate(own) if record.sample is None}
     for index, array in flat.items():
@@ -82,7 +82,7 @@ def samples_of(records: Iterable[Record]) -> list[Sample]:
 
 
 def with_samples(records: Sequence[Record], samples: Iterable[Any]) -> list[Record]:
-    """Return records with others in place of their samples, in the order of `samples_of`."""
+    """Return records with ``samples``, in the order of `samples_of`, in place of their own."""
     others = dict(zip(map(id, samples_of(records)), samples, strict=True))
     return [record._replace(sample=others[id(record.sample)]) for record in records]
 
@@ -91,7 +91,7 @@ _TOGETHER = 2**22  # elements
 
 
 class Place(NamedTuple):
-    """The place of an equation."""
+    """Where in a step an equation is."""
 
     path: str = ""  # named scopes, joined by ``/``
     differentiated: bool = False  # whether it belongs to the forward or backward pass of a derivative
@@ -100,7 +100,7 @@ class Place(NamedTuple):
     turns: int = 1  # number of iterations of the loops around it
 
     def of(self, equation: Any) -> Place:
-        """Return the place of an equation in a program that is at this place."""
+        """Return where an equation is, in a program that is at this place."""
         names, steps = unstable.scopes(equation).split("/"), unstable.transformations(equation)
         return Place(
             "/".join(filter(None, (self.path, *(name for name in names if name not in _CHECKPOINTS)))),
@@ -115,7 +115,7 @@ _LOW = frozenset({np.dtype("float16"), np.dtype(jnp.bfloat16)})
 
 
 def is_low(dtype: Any) -> bool:
-    """Return whether values of a dtype are widened."""
+    """Return whether a dtype's values are held in float32."""
     return dtype in _LOW
 
 

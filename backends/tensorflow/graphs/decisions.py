@@ -74,7 +74,7 @@ class Inside(NamedTuple):
 
 
 class TypedNode(NamedTuple):
-    """One node with its decision, and the types that follow."""
+    """One node with its decision, and the types that follow from it."""
 
     node: Node  # the node as it was written
     decision: Decision  # its operation has TensorFlow's name if it has no canonical one
@@ -208,7 +208,7 @@ class Pass:
         return self.typed(node, Decision(operation, op_class, reason, output=value))
 
     def typed(self, node: Node, decision: Decision, low: Sequence[str] = ()) -> TypedNode:
-        """Return a node with the types that a decision gives it; its attributes ``low`` become the compute format."""
+        """Return a node with the types that a decision gives it; the attributes ``low`` get the compute format."""
         dtype = self.program.low
         types = [dtype if port.attribute in low and port.dtype == FLOAT32 else port.dtype for port in node.input_ports]
         of_integers = self._value_of_integers(node)
@@ -292,7 +292,7 @@ class Pass:
                     self._note_unrounded(value, decided.decision.anew)
 
     def _value_of_constant(self, decided: TypedNode, value: Value) -> Value:
-        """Return the facts about a constant: role ``weights`` if it was computed, so that its numbers are unknown."""
+        """Return the facts about a constant: role ``weights`` if computed, so that the numbers are unknown."""
         if decided.decision.op_class == "keep" or decided.node.op in ("Const", "IdentityN"):
             return value
         if decided.decision.op_class == "neutral" and decided.operation != "fill":
@@ -341,7 +341,7 @@ class Pass:
         return operation
 
     def _product(self, node: Node) -> str:
-        """Return the canonical name of a product; of one in the backward pass, the name of its forward product."""
+        """Return the canonical name of a product; in the backward pass, that of the product that it differentiates."""
         if node.name in self.parts.backward:
             forward = self._product_before(node)
             return "matmul" if forward is None else self._specific(forward)
@@ -431,7 +431,7 @@ class Pass:
         return any(value.role == "normalized" for value in known)
 
     def _readers(self, node: Node, *, is_backward: bool) -> list[Node]:
-        """Return the nodes that take the outputs of a node, if this is a product or only moves, masks or adds."""
+        """Return the nodes that take a node's outputs; none unless it only moves, masks or adds, or is a product."""
         weak = [value for value in node.inputs if value in self.known and self.known[value].value.state == "weak"]
         moves = OPERATIONS.get(node.op) in _MOVING or node.op in ("AddN", "BiasAdd") or (node.op == "Mul" and weak)
         passes = moves or (not is_backward and self._is_product(node))
@@ -490,7 +490,7 @@ def _cast(decisions: Pass, node: Node) -> TypedNode:
 
 
 def _range(decisions: Pass, node: Node) -> TypedNode:
-    """Decide a range, whose numbers are exact, in float32 too."""
+    """Decide a range: leave it as written, since its numbers are exact."""
     largest = decisions.integers.largest(node.outputs[0])
     return decisions.as_written(node, TABLE, decisions.program.integers(WEAK, largest))
 
@@ -519,7 +519,7 @@ def _identities(decisions: Pass, node: Node) -> TypedNode:
 
 
 def _merge(decisions: Pass, node: Node) -> TypedNode:
-    """Decide a merge. The head of a loop is float32, because its values may add up; other merges only move values."""
+    """Decide a merge. The head of a loop is float32, because its values can add up; other merges only move values."""
     makers = [decisions.graph.maker[value] for value in node.inputs]
     if any(map(closes_loop, makers)):
         return decisions.as_written(node, "carried by a loop", CARRIED)

@@ -278,7 +278,7 @@ class Places:
         return tuple(tensor.shape) if tensor is not None and tensor.shape.is_fully_defined() else None
 
     def lengths(self, graph: Graph, value: str) -> list[int]:
-        """Return the lengths of a value's axes, 0 for those that are not known; no axes if not even their number is."""
+        """Return the lengths of a value's axes, 0 where unknown; no axes if even their number is unknown."""
         tensor = self._tensor(graph, value)
         known = tensor is not None and tensor.shape.rank is not None
         return [0 if length is None else length for length in tensor.shape] if known else []
@@ -363,7 +363,7 @@ class Scopes:
         return _within(self.path, "/".join(filter(None, (scopes, own if is_chosen else ""))))
 
     def forward_node(self, node: Node) -> Node | None:
-        """Return the node of this graph that a gradient differentiates; None if it is not here."""
+        """Return the node that a gradient differentiates; None if that is not in this graph."""
         return self._node_at(forward_of(node.name))
 
     def ruled_path(self, node: Node) -> str:
@@ -379,7 +379,7 @@ class Scopes:
         return self._named.get(name)
 
     def _find(self, name: str) -> tuple[Scopes, Node | None]:
-        """Return the node of a name, and its graph's scopes: these, or those of the forward function."""
+        """Return the node of a name, with the scopes of its graph, which can be the forward function's graph."""
         if (node := self._node_at(name)) is not None:
             return self, node
         home = next((one for one in self._others() if one.path == self.path and one._node_at(name)), self)
@@ -387,7 +387,7 @@ class Scopes:
 
 
 def _within(path: str, name: str) -> str:
-    """Return a name below a path. In the bodies of loops and branches, names may start with the path already."""
+    """Return a name below a path. In the bodies of loops and branches, names can start with the path already."""
     return name if f"{name}/".startswith(f"{path}/") else "/".join(filter(None, (path, name)))
 
 

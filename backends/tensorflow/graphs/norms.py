@@ -1,12 +1,12 @@
-"""Replace batch norms, and their gradients, that a graph writes out by the one kernel that does their work.
+"""Replace batch norms that a graph writes out, and their gradients, by the one kernel for each.
 
 Keras writes a batch norm as `tf.nn.moments` and `tf.nn.batch_normalization`: about fifteen nodes, and thirty more for
 its gradient, most of which read and write whole images in float32. ``FusedBatchNormV3`` takes 16-bit images, computes
 in float32 and reads each image once; ``FusedBatchNormGradV3`` does the same for the gradient. Other users of the mean
 and the variance, such as moving averages, get the kernel's.
 
-Which nodes these are is not here: TensorFlow writes an example, and a part of a graph is a norm if it is the same
-as the example, except for moves. For example, Keras reshapes the mean that `tf.nn.moments` squeezed: what is moved is
+The nodes are not listed here: TensorFlow writes an example, and a part of a graph is a norm if it is the same as the
+example, except for moves. For example, Keras reshapes the mean that `tf.nn.moments` squeezed: without these moves it is
 the ``Mean`` of the example. A norm that differs anywhere stays as it is.
 """
 

@@ -66,7 +66,7 @@ def parts_of(graph: Graph, library: Mapping[str, Any]) -> Parts:
 
 
 def _computes_gradient(node: Node, library: Mapping[str, Any]) -> bool:
-    """Return whether a node computes gradients. Its scope also has the lists that a loop fills for its gradient."""
+    """Return whether a node computes gradients, and is not a list that a loop fills for them."""
     if is_gradient(node.name):
         return any(port.dtype in FLOATING for port in node.output_ports)
     attributes = node.definition.attr

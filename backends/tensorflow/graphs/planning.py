@@ -127,7 +127,7 @@ def _newest(found: dict[One, str], before: int) -> list[One]:
 
 
 def _moves(decided: TypedNode) -> bool:
-    """Return whether a node moves its values itself: a called function moves its own, and a shape needs none."""
+    """Return whether a node moves values itself: called functions move their own, and a shape needs none."""
     return not decided.inside and decided.operation != "shape"
 
 

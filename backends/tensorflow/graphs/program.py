@@ -71,7 +71,7 @@ class Functions(Program):
         return self.bodies[key]
 
     def why_kept(self, names: Sequence[str]) -> str:
-        """Return the reason why a call of these functions must stay unchanged; empty if it may change."""
+        """Return the reason why a call of these functions must stay unchanged; empty if it can change."""
         definitions = [self.library.get(name) for name in names]
         if None in definitions:
             return "an unknown function"
@@ -123,7 +123,7 @@ def _joined(lists: Lists, declared: int, knowns: Sequence[Known]) -> Known:
 
 
 def _loop(program: Functions, decisions: Pass, node: Node) -> TypedNode:
-    """Decide a loop: values that may add up over iterations become float32; those it only reads stay unchanged.
+    """Decide a loop: values that can add up over iterations become float32; those it only reads stay unchanged.
 
     The body is first decided as if all carried values were strong float32. If the body nevertheless returns a low
     value, that value does not add up, so the loop carries it in 16 bits.
@@ -192,7 +192,7 @@ def _iteration(program: Functions, decisions: Pass, node: Node) -> TypedNode:
 
 
 def _not_entered(program: Functions, decisions: Pass, node: Node) -> TypedNode:
-    """Leave the functions of any other node as written. If they have products, record that they were not entered."""
+    """Leave any other node's functions as written; record that they were not entered, if they have products."""
     if program.has_products(node.called):
         line = Places(decisions.traced).line(node.name)
         program.not_entered.setdefault(node.op, line or decisions.scopes.path_of(node))
@@ -283,7 +283,7 @@ def _list_of(decisions: Pass, node: Node) -> str:
 
 
 def _adds_to_one_item(decisions: Pass, node: Node) -> bool:
-    """Return whether a node adds lists, and one of them is zero except for one item, the same in every iteration."""
+    """Return whether a node adds lists of which one is zero except for an item, the same in every iteration."""
     makers = [decisions.graph.maker.get(value) for value in node.inputs] if node.op == "AddN" else []
     sets = (maker for maker in makers if maker is not None and maker.op == "TensorListSetItem")
     return any(decisions.known[maker.inputs[1]].is_constant for maker in sets)

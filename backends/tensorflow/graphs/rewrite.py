@@ -71,8 +71,8 @@ def rewrite(
 ) -> Any:
     """Return a `Rewritten` function, or a ``GraphDef``, whose whole graph runs under a policy; see `polyamp.rewrite`.
 
-    The function is traced as it is written, in float32. Then the flow rule decides every node, also in the functions
-    that it calls and in gradients. Updates of variables stay as they are. Arguments, results and variables keep their
+    The function is traced as it is written, in float32. Then the flow rule decides every node, also in called
+    functions and gradients. Updates of variables stay as they are. Arguments, results and variables keep their
     types.
     """
     check_format(policy.compute)

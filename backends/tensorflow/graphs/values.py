@@ -81,7 +81,7 @@ class Lists:
             self._kept.add(name)
 
     def tie(self, names: Iterable[str]) -> str:
-        """Record that lists have the same type, and return one name for them; if one is unknown, all keep float32."""
+        """Record that lists have one type, and return one name for all; if any list is unknown, all keep float32."""
         first, *others = (self._root(name) for name in names)
         if "" in (first, *others):
             self.keep((first, *others))
@@ -204,13 +204,13 @@ def value_of_cast(node: Node, known: Value, maker: Node | None, decider: Decider
 
 
 class Integers:
-    """How large the integers in the values of a graph may be; 0 for sizes and scalars, which are like constants."""
+    """How large the integers in the values of a graph can be; 0 for sizes and scalars, which are like constants."""
 
     def __init__(self, graph: Graph, known: Mapping[str, Known]) -> None:
         self._graph, self._known, self._largest = graph, known, dict[str, float]()
 
     def largest(self, value: str) -> float:
-        """Return how large the integers of a value may be."""
+        """Return how large the integers of a value can be."""
         if value not in self._largest:
             maker = self._graph.maker.get(value)
             self._largest[value] = math.inf  # until it is known: a loop comes back to it

@@ -108,7 +108,7 @@ class Body:
         return [self.value(value, dtype, decided.decision.anew) for value, dtype in pairs]
 
     def value(self, value: str, dtype: int, anew: Sequence[str] = ()) -> str:
-        """Return the name of a value in a type, and write the cast; or, with a role in ``anew``, the float32 copy."""
+        """Write a cast of a value to a type, or for a role in ``anew`` a float32 copy; return its name."""
         known = self._decisions.known[value]
         if known.dtype == dtype or known.dtype > 100:
             return value

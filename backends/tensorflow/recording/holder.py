@@ -1,4 +1,4 @@
-"""What `polyamp.lint` judges beside a plan: the optimizer of a step, and its 16-bit variables."""
+"""What `polyamp.lint` judges in addition to a plan: the optimizer of a step, and its 16-bit variables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyamp.policies import Policy
 
 
 def holder(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Holder:
-    """Return what lint judges beside a plan; see `polyamp.interface.Adapter.holder`."""
+    """Return what lint judges in addition to a plan; see `polyamp.interface.Adapter.holder`."""
     variables = list(getattr(target, "trainable_variables", ()))
     if takes(target, args, kwargs):
         with walking(target, args, kwargs):

@@ -65,7 +65,7 @@ class Evaluated(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """Which values of one graph are losses and gradients, and which of them start or lead to these."""
+    """Which values of a graph are losses and gradients, which start a backward pass, and which lead to these."""
 
     losses: list[str]
     gradients: dict[str, tuple[int, str]]  # those of variables, each with its position and the variable's name
@@ -84,7 +84,7 @@ class Replay:
         self._of_parameters: set[Place] = set()  # the places whose values are recorded as parameters' gradients
 
     def step(self, decisions: Pass, arguments: Iterable[Any]) -> Any:
-        """Run the outermost graph as far as its gradients, and return the loss; None if it is not in this graph."""
+        """Run the outermost graph up to its gradients, and return the loss; None if the graph has none."""
         marks, nodes = self._marks_of(decisions), {decided.node.name: decided.node for decided in decisions.nodes}
         calls = [decided.node.name for decided in decisions.nodes if any(map(self._takes, decided.inside))]
         last = [*map(maker_name, (*marks.losses, *marks.gradients)), *calls] or nodes.keys() - decisions.parts.update
@@ -235,7 +235,7 @@ class Replay:
         self._newest[place] = Observation(place.kind, name, where, op_class, format_name, shape, spread)
 
     def _note_rounded(self, decisions: Pass, decided: TypedNode, values: Mapping[str, Evaluated]) -> None:
-        """Record in 16 bits those float32 values computed in this body that a node takes in 16 bits."""
+        """Record in 16 bits the float32 values of this body that a node takes in 16 bits."""
         for value, dtype in zip(decided.node.inputs, decided.input_types, strict=True):
             tensor, is_gradient, _, origin = values[value]
             if dtype not in _LOW or decisions.known[value].dtype != FLOAT32 or origin is None:

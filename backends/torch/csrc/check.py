@@ -1,7 +1,7 @@
 """Compile the operators for every GPU architecture, where each warning of a compiler is an error.
 
-``python check.py``, with nvcc in ``CUDA_HOME`` or on ``PATH``; no GPU is needed. A kernel has launch bounds, which
-leave it 64 registers, so that a multiprocessor runs two blocks. ptxas warns if a kernel needs more, which it spills.
+``python check.py``, with nvcc in ``CUDA_HOME`` or on ``PATH``; no GPU is needed. Launch bounds leave
+a kernel 64 registers, so that a multiprocessor runs two blocks. ptxas warns if a kernel needs more and spills them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the memory of a forward and backward pass grows with the batch: it runs twice, on tensors without data."""
+"""Measures how memory grows with the batch: runs a forward and backward pass twice, on tensors without data."""
 
 from __future__ import annotations
 

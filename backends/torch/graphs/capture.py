@@ -41,7 +41,7 @@ class Captured(NamedTuple):
 
 
 def capture(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
-    """Capture ``fn`` for these arguments; sizes stay symbolic unless its code depends on them."""
+    """Capture ``fn`` for these arguments; a size stays symbolic unless the code depends on it."""
     if isinstance(fn, nn.parallel.DistributedDataParallel | nn.DataParallel):
         kind = type(fn).__name__
         raise UsageError(
@@ -121,7 +121,7 @@ def _captured(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turn PyTorch's errors for code and arguments inside into polyamp's own."""
+    """Replace PyTorch's errors, raised inside the context, by polyamp's own."""
     graph_breaks, failed = unstable.capture_errors()
     try:
         yield
@@ -160,7 +160,7 @@ def _headline(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _assignments(root: nn.Module) -> Iterator[dict[str, tuple[Any, Any]]]:
-    """Undo, at the end, assignments to modules' attributes; yield a dict that gets their old and new values."""
+    """Yield a dict; at the end undo assignments to modules' attributes, and put old and new values in it."""
     saved = [
         (f"{path}." * bool(path), attributes, dict(attributes))
         for path, module in root.named_modules()
@@ -175,7 +175,7 @@ def _assignments(root: nn.Module) -> Iterator[dict[str, tuple[Any, Any]]]:
 
 
 def _refuse_state(assigned: Mapping[str, tuple[Any, Any]], inputs: Sequence[Any], root: nn.Module) -> None:
-    """Refuse assignments that a graph cannot repeat: of unlike values, or to read tensors that are not buffers."""
+    """Refuse assignments that no graph can repeat: of unlike values, or to non-buffers that the code reads."""
     buffers = {id(buffer) for buffer in root.buffers()}
     read = {id(one) for one in inputs} - buffers
     if names := [name for name, (old, new) in assigned.items() if id(old) in read or not _alike(old, new)]:
@@ -197,7 +197,7 @@ def _alike(old: Any, new: Any) -> bool:
 
 
 def copy_of(leaf: Any, fn: Callable[[Any], Any] = lambda tensor: tensor) -> Any:
-    """Return a copy of an argument that is an object, such as a cache, with ``fn`` of its tensors; else the leaf."""
+    """Return a copy of an object, such as a cache, with ``fn`` of its tensors; return any other leaf unchanged."""
     taken = take_apart(leaf) if hasattr(leaf, "__dict__") and not callable(leaf) else None
     return leaf if taken is None else put_together(taken, [fn(one) for one in taken.tensors])
 
@@ -207,7 +207,7 @@ def _contents(taken: Held | None) -> Any:
 
 
 def _refuse_changes(copies: Sequence[Any], leaves: Sequence[Any]) -> None:
-    """Refuse code that changed an object among its arguments, as a copy shows: a graph would not repeat that."""
+    """Refuse code that changed an object among its arguments, since a graph would not repeat the change."""
     for copy, leaf in zip(copies, leaves, strict=True):
         if copy is leaf:
             continue
@@ -237,7 +237,7 @@ def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> dict[str, tu
 
 
 def root_of(fn: Any) -> nn.Module:
-    """Return the module of a module or method; for other functions, a new module with the modules that they use."""
+    """Return a module itself, a method's module, or for another function a new module of the modules it uses."""
     owner = fn if isinstance(fn, nn.Module) else getattr(fn, "__self__", None)
     if isinstance(owner, nn.Module):
         return owner
@@ -273,7 +273,7 @@ CONSTANTS = (int, float, bool, str, complex, type(None), torch.dtype, torch.devi
 
 
 class Held:
-    """An object as a pytree whose leaves are its tensors; rebuilt, it is a new object of the same class."""
+    """An object as a pytree of its tensors; `put_together` builds a new object of the same class from it."""
 
     def __init__(self, tensors: Sequence[Any], rest: Any) -> None:
         self.tensors, self.rest = tensors, rest
@@ -290,7 +290,7 @@ def _held(leaf: Any) -> Any:
 
 
 def take_apart(leaf: Any) -> Held | None:
-    """Return the tensors of an object, and the rest of it; None if it cannot be rebuilt."""
+    """Return an object's tensors, and all else of it; None if the object cannot be rebuilt."""
     if isinstance(leaf, Tensor | torch.nn.Module):
         return None
     file, tensors = io.BytesIO(), list[Any]()
@@ -313,7 +313,7 @@ def take_apart(leaf: Any) -> Held | None:
 
 
 def put_together(taken: Held, tensors: Sequence[Any]) -> Any:
-    """Return an object like the one that was taken apart, with other tensors."""
+    """Rebuild an object that was taken apart, with other tensors; return it."""
     unpickler = pickle.Unpickler(io.BytesIO(taken.rest))
     unpickler.persistent_load = tensors.__getitem__  # type: ignore[method-assign]
     return unpickler.load()

@@ -152,7 +152,7 @@ class Pass:
     # --- nodes --------------------------------------------------------------------------------------------------------
 
     def _read_node(self, node: Node) -> Decision | None:
-        """Return the class of an operation; give the node's value its number, before anything is written."""
+        """Return the class of a node's operation; number the node's value (see `Numbers`). Nothing is written yet."""
         if node.op in ("placeholder", "output"):
             return None
         if node.op == "get_attr":
@@ -285,7 +285,7 @@ class Pass:
         return of_plain if decision.reason == TABLE != of_plain.reason else decision
 
     def _operands(self, node: Node, decision: Decision) -> list[Value]:
-        """Return the facts about a node's operands, in order, without an addend of a product that gets saturated."""
+        """Return the facts about a node's operands, in order, without a product's addend if that gets saturated."""
         operands = [(used, self._value(used)) for used in operands_of(node)]
         addend = addend_of(node) if decision.op_class == "lower" else None
         return [
@@ -325,7 +325,7 @@ class Pass:
         return self._make_possible(node, decision, values)
 
     def _make_possible(self, node: Node, decision: Decision, values: Sequence[Value]) -> Decision:
-        """Return a decision, changed where memory, the user's own dtypes or kernels do not allow it."""
+        """Return a decision, or another if memory, the user's own dtypes or kernels rule it out."""
         if self.aliases.keeps(node):
             moved = next((value for value in values if value.state == "strong"), next(iter(values), WEAK))
             return _as_written(decision, "its memory is changed in place elsewhere", moved)
@@ -341,7 +341,7 @@ class Pass:
         return decision
 
     def _decide(self, node: Node, decision: Decision) -> tuple[Decision, Known]:
-        """Decide and write an operation; as the user wrote it if PyTorch cannot run it as decided."""
+        """Decide and write an operation; leave it as the user wrote it if PyTorch cannot run it as decided."""
         used = dict.fromkeys([*operands_of(node), *node.all_input_nodes])
         floating = [one for one in used if is_floating(self.known[one].declared)]
         decision = self._apply_rule(node, decision, floating)
@@ -393,7 +393,7 @@ class Pass:
         return known._replace(node=self._new.cast(known, self._low), fake=fake_as(known, self._low, self._new.mode))
 
     def _widen(self, node: Node, roles: tuple[str, ...]) -> Known:
-        """Return a node's value; if it is low with one of these roles, written again in float32, as are its inputs.
+        """Return a node's value; if it is low with one of these roles, write node and inputs again in float32.
 
         Some nodes cannot be written again: their inputs were changed in place, or gradients were not recorded there.
         """
@@ -412,7 +412,7 @@ class Pass:
         return self._anew[node, roles]
 
     def _forget(self, changed: Sequence[Node]) -> None:
-        """Forget the casts of values that were changed in place: these casts have the old values."""
+        """Forget the casts of values that were changed in place, since these casts have the old values."""
         names = {name for one in changed for name in self.aliases.names(one)}
         for name in names:
             for node in (name, *name.users):
@@ -423,7 +423,7 @@ class Pass:
     # --- bodies -------------------------------------------------------------------------------------------------------
 
     def _write_checkpoint(self, node: Node) -> Known:
-        """Decide the body of a checkpoint. Its casts are inside, so they are recomputed with it."""
+        """Decide the body of a checkpoint. Its casts are in the body, and so recomputed with it."""
         body, *given = cast(tuple[Any, ...], node.args)
         held, results = self._decide_body(body, given, as_declared=False)
         options = {**node.kwargs, "use_reentrant": False}

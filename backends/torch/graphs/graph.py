@@ -49,7 +49,7 @@ def native_name(node: Node) -> str:
 
 
 def operation_of(node: Node) -> str | None:
-    """Return the canonical operation of a node; None if the table does not have it, or it is not PyTorch's."""
+    """Return the canonical operation of a node; None if the table lacks it, or the call is not of PyTorch."""
     name = native_name(node)
     if not _is_torchs(node):
         return None
@@ -126,7 +126,7 @@ class Product(NamedTuple):
 
 
 def product_of(node: Node) -> Product | None:
-    """Return how a node multiplies two tensors; None if it is not such a product."""
+    """Return the facts about a product of two tensors; None for any other node."""
     name, given = native_name(node).partition(".")[0], node.args
     operands = operands_of(node)[name in _ADDING :][:2]
     shapes = [tuple(one.meta["example_value"].shape) for one in operands]
@@ -185,7 +185,7 @@ def changed_in_place(node: Node) -> list[Node]:
 
 
 def _written_arguments(node: Node) -> list[Any]:
-    """Return what a call changes: the schemas of torch's operators have it, and the methods of Python's statements."""
+    """Return the arguments that a call changes, by its schema; those of ``+=`` or ``x[i] = y``, by its name."""
     if isinstance(node.target, OPERATORS):
         return unstable.written_by(node.target, node.args, node.kwargs)
     if not _is_torchs(node) or native_name(node) in _MARKING:
@@ -269,11 +269,11 @@ class Aliases:
         self._pinned = opaque | {memory for memory in self._touched if not self._is_private(memory)}
 
     def is_pinned(self, node: Node) -> bool:
-        """Return whether a node makes or changes pinned memory."""
+        """Return whether a node makes or changes memory that keeps its dtype."""
         return any(memory in self._pinned for one in (node, *self.changed[node]) for memory in _memories(one))
 
     def keeps(self, node: Node) -> bool:
-        """Return whether a node changes or views pinned memory that an earlier node made."""
+        """Return whether a node changes or views earlier memory that keeps its dtype."""
         pinned = self._pinned & {memory for one in (node, *self.changed[node]) for memory in _memories(one)}
         return any(memory in pinned for one in node.all_input_nodes for memory in _memories(one))
 
@@ -291,7 +291,7 @@ class Aliases:
 
 
 def _is_opaque(node: Node) -> bool:
-    """Return whether a node need not return the arguments that it changes: a user's operator, or a checkpoint."""
+    """Return whether a node, such as a checkpoint or a user's operator, can change what it does not return."""
     if isinstance(node.target, OPERATORS):
         return not str(node.target).startswith("aten.")
     return unstable.is_operator_of_bodies(node.target, "tag_activation_checkpoint")

@@ -118,7 +118,7 @@ class Memory:
         return sum(self._kept.values())
 
     def add(self, made: Iterable[Tensor]) -> None:
-        """Count the memory of tensors as in use until it is freed, unless it is counted already."""
+        """Count tensors' memory as in use until it is freed, unless that memory is counted already."""
         for one in made:
             place = unstable.storage_of(one)
             if place is not None and place not in self._alive:
@@ -149,7 +149,7 @@ class Memory:
 
 
 def bytes_saved(graph: Graph, attributes: Mapping[str, Any]) -> int | None:
-    """Return the bytes that autograd keeps of a graph, including parameters and arguments; it runs on fakes."""
+    """Run a graph on fake tensors; return the bytes that autograd keeps, with parameters and arguments."""
     mode = unstable.fake_mode_of(node.meta.get("example_value") for node in graph.nodes)
     if mode is None:
         return None
@@ -165,10 +165,10 @@ def bytes_saved(graph: Graph, attributes: Mapping[str, Any]) -> int | None:
 
 
 class _OnFakes(Interpreter):
-    """Runs a graph on the fakes of its inputs."""
+    """Runs a graph on fake tensors, which have no data."""
 
     def run_node(self, n: Node) -> Any:
-        """Return a node's value; for an input its fake."""
+        """Return a node's value; for an input, its fake tensor."""
         if n.op in ("placeholder", "get_attr") and "example_value" in n.meta:
             return n.meta["example_value"]
         return super().run_node(n)

@@ -1,4 +1,4 @@
-"""A captured function as a program: expanded, decided, and written over the user's own arguments and parameters."""
+"""A captured function as a program: expanded, decided, and written for the user's own arguments and parameters."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Program:
 
 
 class _Writer:
-    """Writes the graph of a program: finds the inputs of Dynamo's graph among arguments and parameters."""
+    """Writes the graph of a program, whose inputs it finds among arguments and parameters."""
 
     def __init__(self, captured: Captured, names: Mapping[int, str], decider: Decider, attributes: Attributes) -> None:
         self.captured, self.names, self.decider, self.attributes = captured, names, decider, attributes
@@ -163,7 +163,7 @@ class _Writer:
 
 
 def _fitting(captured: Captured, writer: _Writer) -> Callable[[Sequence[Any], Any], bool]:
-    """Return a test whether arguments, as leaves and a tree, fit a graph; it keeps no example's argument alive."""
+    """Return a function, holding no example argument, that tests whether leaves and their tree fit a graph."""
     nodes = captured.module.graph.find_nodes(op="placeholder")
     shaped = [
         (node.meta["example_value"], given)
@@ -196,7 +196,7 @@ def check_no_autocast() -> None:
 
 
 def _kinds(leaves: Sequence[Any]) -> list[Any]:
-    """Return what a graph depends on in its arguments, without sizes: also which of them are the same tensor."""
+    """Return the facts about arguments, except sizes, that a graph depends on, such as which are the same tensor."""
     places = list(map(id, leaves))
     return [
         (leaf.dtype, leaf.device, leaf.dim(), places.index(id(leaf)))
@@ -242,7 +242,7 @@ def _expand(graph: Graph, node: Node) -> None:
 
 
 def _inline(graph: Graph, inner: GraphModule, node: Node, used: list[Node], mode: Any) -> Any:
-    """Copy the nodes of ``inner`` into ``graph``, each with its fake; return the copies of the results."""
+    """Copy the nodes of ``inner`` into ``graph``, each with its fake tensor; return the copied results."""
     placed = dict(zip(inner.graph.find_nodes(op="placeholder"), used, strict=True))
     for one in inner.graph.nodes:
         if one.op == "call_function":

@@ -252,7 +252,7 @@ class Rewritten(GraphModule):
         return next((number for number in there if self.programs[number].fits(leaves, spec)), None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rewritten:
-        """Return a rewritten copy of the original, which is captured when it is called."""
+        """Return a rewritten copy of the original; the copy is captured when it is called."""
         fn, _, policy = self._source
         return Rewritten(copy.deepcopy(fn, memo), policy)
 
@@ -265,7 +265,7 @@ class Rewritten(GraphModule):
 
 
 def _assign(root: nn.Module, names: Sequence[str], results: Any, values: Sequence[Any]) -> Any:
-    """Assign what the module's code assigns to its attributes, and return the results."""
+    """Set the module's attributes of these names to values; return ``results``."""
     for name, value in zip(names, values, strict=True):
         path, _, attribute = name.rpartition(".")
         setattr(root.get_submodule(path), attribute, value)
@@ -281,7 +281,7 @@ _TOO_MANY = (
 
 @unstable.not_traced
 def _without_compiling(rewritten: Rewritten, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Add a graph for these arguments and run it; `torch.compile` breaks its own graph here."""
+    """Add a graph for these arguments and run it; `torch.compile` makes a graph break here."""
     rewritten.trace(args, kwargs)
     return rewritten(*args, **kwargs)
 
@@ -294,7 +294,7 @@ def _view(rewritten: Rewritten, graph: Graph) -> GraphModule:
 
 
 def check_module(module: Any) -> Any:
-    """Return an object that can be rewritten."""
+    """Return ``module``; refuse what cannot be rewritten."""
     if callable(module) and not isinstance(module, type | Rewritten):
         return module
     raise InvalidTypeError(
@@ -309,7 +309,7 @@ def check_module(module: Any) -> Any:
 
 
 def check_policy(policy: Policy | str | None) -> Policy:
-    """Return the policy, whose compute format torch functions have to support; None is the current one."""
+    """Return a policy, the current one for None; refuse compute formats that torch functions lack."""
     chosen = make_policy(policy)
     check_compute(chosen.compute, framework="PyTorch", where="rewrite(module, policy=)", instead=_INSTEAD)
     return chosen

@@ -65,7 +65,7 @@ def constant_of(held: Tensor, decider: Decider, *, divides: bool = False) -> Val
 
 
 def value_of(known: Known) -> Value:
-    """Return the flow rule's facts about a value: by its dtype alone if the user chose that."""
+    """Return the flow rule's facts about a value; by dtype alone if the user chose the dtype."""
     declared = known_value(known.declared)
     return declared if declared.state == "other" or isinstance(known.value, list) else known.value
 
@@ -103,7 +103,7 @@ def numbers_of(node: Node) -> list[float]:
 
 
 def largest_in(node: Node, known: Mapping[Node, float]) -> float:
-    """Return how large the integers in a result may be; ``known`` has this for earlier values."""
+    """Return how large a result's integers can be; ``known`` has this number for earlier values."""
     operation, limit = operation_of(node) or "", _largest_of_dtype(node)
     if native_name(node).startswith("arange"):
         return max(map(abs, numbers_of(node))) if not node.all_input_nodes else limit
@@ -123,7 +123,7 @@ def _largest_of_dtype(node: Node) -> float:
 
 
 def factor_of(node: Node, operation: str) -> float:
-    """Return the number by which an operation multiplies its operand; with ``alpha``, the second operand."""
+    """Return the number by which an operation multiplies its operand; ``alpha`` multiplies the second."""
     alpha = node.kwargs.get("alpha")
     return float(alpha) if isinstance(alpha, int | float) else factor(operation, numbers_of(node))
 
@@ -149,13 +149,13 @@ def dtypes_of(fake: Any) -> list[torch.dtype | None]:
 
 
 def target_of(known: Known, dtype: torch.dtype | None) -> torch.dtype:
-    """Return ``dtype`` for a value that is declared float32; if that is None, or for others, the declared dtype."""
+    """Return ``dtype``, unless that is None or the value is not declared float32: then the declared dtype."""
     declared: torch.dtype = known.declared.dtype
     return dtype if dtype is not None and declared == torch.float32 else declared
 
 
 def fake_as(known: Known, dtype: torch.dtype | None, mode: Any) -> Any:
-    """Return the fake of a value in a dtype; see `target_of`."""
+    """Return a value's fake tensor in a dtype; see `target_of`."""
     if isinstance(known.fake, tuple | list):
         return known.declared
     if not isinstance(known.fake, Tensor) or known.fake.dtype == (target := target_of(known, dtype)):
@@ -184,7 +184,7 @@ class Numbers:
         return self._numbers[node]
 
     def add(self, node: Node, *, is_constant: bool = False) -> None:
-        """Give a node a number that no other has: an argument, or memory that was changed."""
+        """Give a node a number that no other has, as for an argument or changed memory."""
         self._numbers[node] = self._numbering.new(_shape(node), is_constant=is_constant)
 
     def add_same(self, node: Node, other: Any) -> None:
@@ -192,7 +192,7 @@ class Numbers:
         self._numbers[node] = self._numbers[other] if isinstance(other, Node) else self._literals
 
     def add_call(self, node: Node, operation: str | None) -> None:
-        """Give the result of a call its number; where gradients are not recorded, a different one."""
+        """Give the result of a call its number, which differs if gradients are not recorded."""
         example = node.meta.get("example_value")
         if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(example)):  # a size: the text has it
             self._numbers[node] = self._numbering.of("shape", [self._literals], str(example))

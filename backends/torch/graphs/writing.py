@@ -28,7 +28,7 @@ class Writing:
         self._casts: dict[tuple[Any, ...], Node] = {}
 
     def run_on_fakes(self, node: Node, fakes: Mapping[Node, Any]) -> Any:
-        """Return the fake result of a node for these fake inputs."""
+        """Return a node's result on fake tensors, which have no data."""
         args, kwargs = map_arg((node.args, node.kwargs), fakes.__getitem__)
         with unstable.on_fakes(self.mode):
             if node.op == "call_method":
@@ -36,7 +36,7 @@ class Writing:
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
     def copy(self, node: Node, inputs: Mapping[Node, Any], fake: Any) -> Node:
-        """Add a copy of a node on other inputs; ``fake`` is a fake of its result."""
+        """Add a copy of a node on other inputs, with its result as a fake tensor."""
         args, kwargs = map_arg((node.args, node.kwargs), inputs.__getitem__)
         new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
         new.meta = {**node.meta, "example_value": fake}
@@ -60,7 +60,7 @@ class Writing:
         return self._casts[key]
 
     def forget(self, stale: Collection[Any]) -> None:
-        """Drop casts of values, given by their numbers, that have changed."""
+        """Drop the casts of values that changed; ``stale`` has their numbers."""
         self._casts = {key: made for key, made in self._casts.items() if key[0] not in stale}
 
     def _parts(self, known: Known) -> Iterator[Known]:
@@ -71,7 +71,7 @@ class Writing:
 
 
 def may_exceed(value: Value) -> bool:
-    """Return whether a value may be finite, but beyond the compute format."""
+    """Return whether a value can be finite, but beyond the compute format."""
     return value.state in ("input", "strong") or bool(value.unfit)
 
 
@@ -93,7 +93,7 @@ class Attributes(dict[str, Any]):
         return path
 
     def as_module(self) -> nn.Module:
-        """Return a module with all of these, named by the last part of their paths. Only its parameters are saved."""
+        """Return a module with all of these, by the last parts of their paths. Saving it saves only parameters."""
         module = nn.Module()
         for path, held in self.items():
             name = path.rpartition(".")[2]
@@ -169,7 +169,7 @@ def _device_type(node: Node) -> str:
 
 
 def takes_wide_mask(node: Node) -> bool:
-    """Return whether a node is an attention whose kernels accept a float32 mask with 16-bit data; CUDA's refuse it."""
+    """Return whether a node is an attention whose kernels accept a float32 mask with 16-bit data, as on the CPU."""
     return native_name(node).startswith("scaled_dot_product_attention") and _device_type(node) == "cpu"
 
 

@@ -1,1 +1,1 @@
-"""Plugins for trainers, one module for each. A module imports its trainer only when it is imported itself."""
+"""Plugins for trainers, one module for each. Only importing such a module imports its trainer."""

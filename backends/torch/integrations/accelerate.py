@@ -199,7 +199,7 @@ class _UnderPolicy(accelerate.Accelerator):
 def _apply(policy: Policy, model: Any) -> None:
     """Convert a model if the policy has 16-bit parameters, and replace its forward pass by one in autocast.
 
-    accelerate's ``unwrap_model`` undoes the replacement. A model that is already replaced stays as it is.
+    accelerate's ``unwrap_model`` undoes the replacement. A pass that is replaced already stays as it is.
     """
     if "_original_forward" in vars(model):
         return

@@ -242,7 +242,7 @@ class MixedPrecision(_Precision, BaseOfTrainer):
         return write(vars(settings), state._asdict(), "torch")  # nothing is lost: the optimizers' states have the rest
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Put the loss scale of Lightning's own plugin into the states of optimizers that were not wrapped."""
+        """Put the loss scale that Lightning's own plugin saved into the states of optimizers not wrapped then."""
         scale = checkpoint.get("MixedPrecision")
         states = checkpoint.get("optimizer_states", [])
         for index, (optimizer, saved) in enumerate(zip(self.optimizers, states, strict=False)):
@@ -263,8 +263,8 @@ class HeldScheduler:
 
     Args:
         scheduler: the scheduler.
-        optimizer: the wrapped optimizer whose learning rate it sets; callbacks find it as its ``optimizer``.
-        held: whether it steps with the updates. One that steps by epochs or by a metric is never held.
+        optimizer: the wrapped optimizer whose learning rate is set; callbacks read it as ``optimizer``.
+        held: whether the scheduler waits at a skipped update; false if it steps by epochs or by a metric.
     """
 
     def __init__(self, scheduler: Any, optimizer: LossScaledOptimizer, *, held: bool) -> None:

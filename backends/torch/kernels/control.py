@@ -36,7 +36,7 @@ def pack_(packed: Tensor, state: LossScaleState) -> None:
 
 
 def report_of(state: LossScaleState, applied: Tensor, losses_finite: Tensor) -> Tensor:
-    """Return the report of a step that no operator made, from scalar tensors on one device."""
+    """Return the report of a step made without polyamp's operators, from scalar tensors on one device."""
     return torch.stack([*_words(state), applied.int(), losses_finite.int()])
 
 
@@ -73,7 +73,7 @@ def is_captured() -> bool:
 
 
 def check_first_use() -> None:
-    """Raise while a CUDA graph is captured: it runs nothing, so buffers made now would be empty in later steps."""
+    """Raise while a CUDA graph is captured: a capture runs nothing, so buffers made now would stay empty."""
     if is_captured():
         raise UsageError(
             "the first step was called during the capture of a CUDA graph, so each replay would create its state again",
@@ -108,7 +108,7 @@ def where(condition: Tensor, one: Any, other: Any) -> Tensor:
 
 
 def constant(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a cached scalar on a device, which nobody may change."""
+    """Return a cached scalar on a device, which must not be changed."""
     # A scalar that is created while a CUDA graph is captured belongs to the graph: it has no value before the first
     # replay.
     key = number, dtype, device
@@ -152,5 +152,5 @@ class LateValues:
 
 
 def _streams_of(device: torch.device) -> Any:
-    """Return the function for a device's current stream, whose events report arrivals; None without streams."""
+    """Return the function that returns a device's current stream; None if the device has no streams."""
     return None if device.type == "cpu" else getattr(torch.get_device_module(device), "current_stream", None)

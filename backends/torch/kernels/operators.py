@@ -6,8 +6,8 @@ loaded, its kernels for the CPU and CUDA take precedence. Importing this module 
 Arguments, in addition to the usual tensors of an optimizer's step:
 
 - ``scale``: float32 scalar, the factor that the gradients were multiplied by.
-- ``stats``: see `STATS`; a step whose ``stats[1]`` or ``stats[2]`` is not 0 is skipped. Ranks may combine them between
-  the two calls.
+- ``stats``: see `STATS`; a step whose ``stats[1]`` or ``stats[2]`` is not 0 is skipped. Ranks can combine their
+  ``stats`` between `grad_stats` and the step.
 - ``params`` and ``masters``: float32 parameters without masters, or 16-bit parameters with float32 masters.
 - ``groups``, ``rules``: int64 and float64 on the CPU. ``rules[groups[i]]`` are the numbers of the i-th tensor; see
   `Adam` and `SGD`. ``lrs`` is empty, or has one scalar per group that replaces its learning rate.
@@ -128,7 +128,7 @@ def _step(
 
 
 def followed(master: Tensor, param: Tensor) -> Tensor:
-    """Return a master; where its parameter was written to, so that the two differ, with the parameter's value."""
+    """Return a master with its parameter's values where the two differ, because the parameter was written to."""
     return torch.where(is_written(param, master.to(param.dtype)), param.float(), master)
 
 

@@ -1,6 +1,6 @@
 """The optimizers that have a fused kernel, and the numbers that the operators ``torch.ops.polyamp.*`` take from them.
 
-`RULES` has a row for each optimizer. To add one, touch also: its schema and update in operators.py; its kernel in
+`RULES` has a row for each optimizer. For a new one, also touch its schema and update in operators.py; its kernel in
 ``csrc``: update_rules.h, operators.h and .cpp, abi.h, launch.cu, emulate.cpp; its name in autocast/weights.py.
 
 The numbers travel as tensors on the CPU, the only kind of list that every binding of PyTorch passes without cost.
@@ -53,7 +53,7 @@ class Settings(NamedTuple):
 
     @property
     def config(self) -> LossScale:
-        """The loss scale settings that these came from, as far as the update rule uses them."""
+        """The loss scale settings behind these numbers, as far as the update rule uses them."""
         late = {(0, 0): "never", (-1, 0): "after_overflow", (-1, -1): "always"}
         return LossScale(
             init=self.min,
@@ -80,7 +80,7 @@ class Adam(NamedTuple):
 
 
 class SGD(NamedTuple):
-    """The numbers of one group in ``rules`` of ``sgd_step_``, where two more are unused."""
+    """The numbers of one group in ``rules`` of ``sgd_step_``, which has two more, unused."""
 
     lr: float | Tensor
     momentum: float
@@ -101,7 +101,7 @@ class UpdateRule(NamedTuple):
 
 
 def update_rule_of(optimizer: torch.optim.Optimizer) -> UpdateRule | None:
-    """Return the row of `RULES` for an optimizer; None for others, and for subclasses, whose step may differ."""
+    """Return the row of `RULES` for an optimizer; None for others, and for subclasses, whose step can differ."""
     patched = vars(optimizer).get("step")
     if patched is not None and not getattr(patched, "_wrapped_by_lr_sched", False):
         return None
@@ -124,7 +124,7 @@ def _sgd(group: Group) -> tuple[Any, ...] | None:
 
 
 def _are_numbers(lr: Any, *numbers: Any) -> bool:
-    """Return whether these are numbers. ``lr`` may be a scalar tensor, which a CUDA graph reads at every replay."""
+    """Return whether these are numbers. ``lr`` can be a scalar tensor, which a CUDA graph reads at every replay."""
     whole = isinstance(lr, Tensor) and lr.numel() == 1 and lr.is_floating_point()
     return (whole or isinstance(lr, float | int)) and all(isinstance(number, float | int) for number in numbers)
 

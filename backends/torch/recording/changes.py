@@ -77,14 +77,14 @@ class Changes:
 
 
 def _written(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterable[Tensor]:
-    """Yield the tensors that an operator changes. The schema of batch norm does not include its running statistics."""
+    """Yield the tensors that an operator changes, with batch norm's running statistics, which its schema omits."""
     yield from widening.written(op, args, kwargs)
     if "batch_norm" in op.name():
         yield from widening.tensors(args[3:5])
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory: ``fully_shard`` frees that of tensors that it uses again later."""
+    """Return whether a tensor has memory: ``fully_shard`` frees it for tensors that it uses again later."""
     return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 

@@ -1,4 +1,4 @@
-"""What `polyamp.lint` judges beside a plan: the optimizer that a step can reach, and its 16-bit parameters."""
+"""What `polyamp.lint` judges in addition to a plan: the optimizer that a step can reach, and its 16-bit parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyamp.policies import Policy
 
 
 def holder(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, optimizer: Any) -> Holder:
-    """Return what lint judges beside a plan; see `polyamp.interface.Adapter.holder`."""
+    """Return what lint judges in addition to a plan; see `polyamp.interface.Adapter.holder`."""
     reach = Reach(optimizer, target, args, dict(kwargs))
     wrapped = reach.all_of(LossScaledOptimizer)
     is_scaled = any(scaler.is_enabled() for scaler in reach.all_of(torch.amp.GradScaler))

@@ -67,7 +67,7 @@ _MOVES = frozenset(_MOVING.split())
 
 
 def spread_of(tensor: Tensor) -> Spread:
-    """Count a floating-point tensor's elements; of a distributed tensor, those of this rank."""
+    """Return how a tensor's elements, on this rank, spread over powers of two."""
     magnitudes = _flat(tensor).abs()
     sample = magnitudes[:: stride(magnitudes.numel())].cpu().numpy()
     inf, nan, largest = 0, 0, float(magnitudes.amax())
@@ -78,7 +78,7 @@ def spread_of(tensor: Tensor) -> Spread:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return the elements in float32, in memory order if they fill their memory: flattening could copy."""
+    """Return the elements in float32, in memory order if they fill their memory, since flattening could copy."""
     tensor = values_of(tensor).detach()
     if tensor.is_sparse:
         tensor = tensor.coalesce().values()
@@ -173,7 +173,7 @@ class Recorder(Watcher):
             self._row_of.pop(_storage(result), None)
 
     def _moved(self, row: int, same: bool, kind: Kind, result: Tensor) -> tuple[int, bool]:
-        """Return the row of a tensor that was moved or cast."""
+        """Return the row of a moved or cast tensor, and whether it has the row's values."""
         # The first cast to 16 bits adds a row: between float32 work and the next 16-bit operation, values can overflow
         # or be lost in this cast.
         maker = self.rows[row]
@@ -207,7 +207,7 @@ class Recorder(Watcher):
                 self.hooks.callback(hook.remove)
 
     def took(self, leaf: Tensor, grad: Any) -> None:
-        """Record a leaf's gradient: the row of its computation becomes the row of the leaf's gradient."""
+        """Record a leaf's gradient: the row of its computation becomes that of the leaf's gradient."""
         row, same = self._row_of.get(_storage(grad), (None, False))
         if row is None or self.rows[row].kind == ACTIVATION:
             row = self._add(_ACCUMULATES, GRADIENT, "", grad, ())
@@ -224,7 +224,7 @@ class Recorder(Watcher):
 
 
 def _in_backward(operator: Operator, node: Any) -> Operator:
-    """Return the facts about an operator in a backward node; DistributedDataParallel's only average there."""
+    """Return the facts about an operator in a backward node; operators of DistributedDataParallel only average."""
     if node.name() == _ACCUMULATION and operator.name != "add":
         return operator._replace(moves=True, computes=False)
     return operator
@@ -235,7 +235,7 @@ _ACCUMULATION = "torch::autograd::AccumulateGrad"
 
 
 def _runs_again(node: Any) -> bool:
-    """Return whether a checkpointed function runs again: its results were recorded in the first run."""
+    """Return whether a checkpointed function runs again, so that its results are recorded already."""
     return unstable.checkpointing() is not None or (
         torch.is_grad_enabled() and node.name().startswith("CheckpointFunction")
     )

@@ -20,7 +20,7 @@ _FAR = 20_000  # limit of visited objects, for steps that hold a whole applicati
 
 
 class Reach:
-    """The objects that are found from a step: a function, a method, an object that is called, and arguments."""
+    """The objects that are found from a step (a function, method or callable object) and from its arguments."""
 
     # Functions are followed into closures, defaults and the globals that they name; containers and plain objects into
     # their contents.
@@ -37,7 +37,7 @@ class Reach:
         return outermost(self.all_of(nn.Module))
 
     def parameters(self) -> Iterator[Tensor]:
-        """Yield all tensors that may have a gradient: in modules, in optimizers' groups, and by themselves."""
+        """Yield all tensors that can have a gradient: in modules, in optimizers' groups, and by themselves."""
         for module in self.modules():
             yield from module.parameters()
         for optimizer in self.all_of(torch.optim.Optimizer):
@@ -130,7 +130,7 @@ def names_of(modules: Iterable[nn.Module], leaves: Sequence[Tensor]) -> dict[Ten
 
 
 def outermost(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are not inside another one of them, each once."""
+    """Return those of these modules that are inside no other of these, each once."""
     found = list(dict.fromkeys(modules))
     inner = {part for module in found for part in module.modules() if part is not module}
     return [module for module in found if module not in inner]

@@ -115,7 +115,7 @@ def _loss_of(step: Any, result: Any) -> Tensor:
 
 
 class Run:
-    """One step that is run once."""
+    """One run of a step."""
 
     def __init__(
         self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, wide: bool
@@ -195,7 +195,7 @@ class Run:
 
 
 class _Backward(TorchFunctionMode):
-    """Observes a step's own backward passes, which run outside the policy's region unless the step enters one."""
+    """Observes a step's own backward passes, which run outside an autocast region unless the step enters one."""
 
     def __init__(self, run: Run, took: Callable[[Tensor, Tensor], None]) -> None:
         super().__init__()

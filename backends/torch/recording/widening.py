@@ -67,7 +67,7 @@ def run_as_it_is(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 
 def _in_float32(value: Any) -> Any:
-    """Return the replacement for a 16-bit argument, or for a 16-bit ``dtype``; any other argument as it is."""
+    """Return the replacement for a 16-bit tensor or ``dtype`` argument; return any other argument unchanged."""
     if isinstance(value, Widened):
         return value.value
     if isinstance(value, Tensor) and value.dtype in SIXTEEN_BIT:
@@ -80,7 +80,7 @@ def _in_sixteen_bits(value: Any) -> Any:
 
 
 def _run(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, wide: bool) -> Any:
-    """Run an operator in float32 if ``wide``, else in 16 bits; write its changes back, and wrap its results."""
+    """Run an operator in float32 if ``wide``, else in 16 bits; write the changes back, and wrap the results."""
     replaced: dict[int, tuple[Tensor, Tensor]] = {}  # each 16-bit argument and its replacement, by the latter's id
 
     def replace(value: Any) -> Any:
@@ -136,7 +136,7 @@ _PLAIN_NORMS = {"linalg_vector_norm", "_weight_norm_interface", "_weight_norm_in
 
 
 def _of_normalisation(native: str, args: Sequence[Any], count: int) -> list[torch.dtype]:
-    """Return the dtypes for a normalisation: 16-bit inputs with float32 weights, statistics in float32."""
+    """Return the dtypes of a norm's results for 16-bit data and float32 weights; statistics are float32."""
     # Each gradient has the dtype of the tensor that it belongs to.
     others = torch.float32
     if "backward" in native:

@@ -1,4 +1,4 @@
-"""Stands for Apex in scripts under `polyamp run` where it is not installed."""
+"""Stands in for Apex, if that is not installed, in scripts under `polyamp run`."""
 
 import sys
 

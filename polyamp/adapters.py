@@ -48,7 +48,7 @@ class AnyAdapter(Protocol):
     name: str
 
     def owns(self, obj: object) -> bool:
-        """Return whether ``obj`` belongs to this framework although the module of its type does not show it."""
+        """Return whether ``obj`` belongs to this framework, for a type whose module does not tell."""
 
     def __getattr__(self, verb: str) -> Callable[..., Any]:
         """Return a verb."""

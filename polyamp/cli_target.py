@@ -1,7 +1,7 @@
 """The meaning of ``package.module:function`` on a command line: a step with its arguments, or a training function.
 
 For example, ``train:make_step`` loads the function ``make_step`` of ``train.py``, calls it without arguments, and takes
-its result, such as ``(step, batch)``. The forms that the result may have are in `FORMS`.
+its result, such as ``(step, batch)``. The forms that the result can have are in `FORMS`.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def refuses_unreadable(function: Function) -> Function:
 
 
 def _read_once(value: Any) -> None:
-    """Call the methods of a value that the checks of arguments may call later."""
+    """Call the methods of a value that the checks of arguments can call later."""
     hasattr(value, "polyamp")
     if isinstance(value, str):
         hash((value == "", value.strip().lower(), str(value), value.partition("{"), value))
@@ -340,7 +340,7 @@ def unknown_options(
     fix: str = "leave it out",
     elsewhere: Mapping[str, str] | None = None,
 ) -> UnsupportedError:
-    """Return the error for options that do not exist, with the one that was meant, or a sentence from ``elsewhere``."""
+    """Return the error for options that do not exist; it names the one meant, or has a sentence of ``elsewhere``."""
     meant = (elsewhere or {}).get(unknown[0], unknown[0])
     if " " in meant:
         hint, fix = "", meant

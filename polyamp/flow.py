@@ -90,7 +90,7 @@ def constant(magnitudes: Iterable[float], compute: str) -> Value:
 
 
 def integers(value: Value, largest: float, compute: str) -> Value:
-    """Return the facts about integers, none beyond ``largest``, that become floating values: they are exact data."""
+    """Return the facts about integers, none beyond ``largest``, that become floating values, as exact data."""
     target = format_of(compute)
     limit = 2 ** (target.mantissa_bits + 1)
     if not target.is_low or largest <= limit:
@@ -167,7 +167,7 @@ class Decision(NamedTuple):
 
     @property
     def rounds(self) -> bool:
-        """Whether float32 results are cast to the compute format at once: they are low, and not inside a norm."""
+        """Whether float32 results are cast to the compute format at once, being low and not inside a norm."""
         return self.output.state == "low" and self.output.role != "normalized"
 
     @property
@@ -463,7 +463,7 @@ def statistic(operation: str, inputs: Sequence[Value]) -> str:
 
 
 def normalizes(operation: str, inputs: Sequence[Value], gradient: bool = False) -> bool:
-    """Return whether an operation is part of a written-out norm: its result is then low, but kept in float32."""
+    """Return whether an operation is part of a written-out norm, so that the result is low but kept in float32."""
     low = [value for value in inputs if value.state == "low"]
     statistics = [value for value in inputs if value.role in _STATISTICS]
     others = [value for value in inputs if value.state != "low" and value.role not in _STATISTICS]

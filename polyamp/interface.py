@@ -4,7 +4,7 @@ An adapter is one object, registered in the entry-point group ``polyamp.backends
 `Adapter`, and offers each of the others by having an attribute of that name. Any class with these methods is an
 adapter; those of polyamp are tables of verbs, `polyamp.adapters.AdapterTable`.
 
-No file of the core imports this one: it names the types of all others.
+No file of the core imports this one, since it names the types of all others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Adapter(Protocol):
     operations: Mapping[str, str]
 
     def owns(self, obj: object) -> bool:
-        """Return whether ``obj`` belongs to this framework although the module of its type does not show it."""
+        """Return whether ``obj`` belongs to this framework, for a type whose module does not tell."""
 
     def describe(self) -> dict[str, Any]:
         """Return what ``polyamp doctor`` prints, as JSON: ``version``, ``devices`` (name, fast formats), ``notes``.
@@ -105,7 +105,7 @@ class Adapter(Protocol):
 
     # For a framework whose functions or models can be traced and decided operation by operation.
     def rewrite(self, fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy, **options: Any) -> Any:
-        """Return a replacement for ``fn`` with a ``plan``. The arguments are examples and may be missing."""
+        """Return a replacement for ``fn`` with a ``plan``. The arguments are examples, and can be left out."""
 
     # For a framework that can plan a function without running it.
     def explain(

@@ -383,7 +383,7 @@ _BY_WORD = {word: _from_words(read(word, where=""), {}, "") for word in WORDS}
 
 
 def as_policy(spec: Policy | str) -> Policy:
-    """Return ``policy(spec)``, fast for known words: a region may be entered by a word at every step."""
+    """Return ``policy(spec)``, fast for known words, since a region can be entered by a word at every step."""
     if type(spec) is Policy:
         return spec
     return (_BY_WORD.get(spec) if type(spec) is str else None) or policy(spec)

@@ -1,4 +1,4 @@
-"""What the results of verbs have in common: they print as an aligned table and sentences, and are JSON values."""
+"""What the results of verbs have in common: printing as an aligned table and sentences, and JSON values."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def notes_on(device: Mapping[str, Any], findings: Iterable[Mapping[str, Any]]) -
 
 
 def result_of(adapter: Any, report: Callable[[str], object], *, again: bool) -> dict[str, Any]:
-    """Return the result of testing the devices of an adapter's framework; if not ``again``, a kept earlier result."""
+    """Return the result of testing the devices of an adapter's framework, or unless ``again`` a kept earlier one."""
     if not hasattr(adapter, "trial"):
         return {"devices": {}, "notes": ["its adapter has no self-test"], "kept": None}
     described = adapter.describe()

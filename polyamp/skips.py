@@ -45,7 +45,7 @@ def non_finite_loss(
 
 
 def look_for_nonfinite(compute: str | None) -> str:
-    """Describe where a non-finite loss may come from: float16 overflow, or a cause that float32 has too."""
+    """Describe where a non-finite loss can come from: float16 overflow, or a cause that float32 has too."""
     elsewhere = "look for inf or NaN in the data and the parameters"
     if compute == "float16":
         return (

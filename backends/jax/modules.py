@@ -44,7 +44,7 @@ class NnxArguments:
         return {path: jax.tree.leaves(variable) for path, variable in flat}
 
     def changes(self, before: dict[Any, list[Any]], own: Any) -> Any:
-        """Return the state of objects as far as a call changed its arrays; ``before``: their `contents` before it."""
+        """Return the state of objects for the arrays that a call changed; ``before``: `contents` before the call."""
         # flax refuses to assign to a captured module, even its own value.
         if not self.objects:
             return None
@@ -126,7 +126,7 @@ class Call(NamedTuple):
 def as_pure(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], argnums: Sequence[int] = (0,)
 ) -> Call:
-    """Turn a call into one without side effects: its flax NNX modules become pytrees in the arguments and results."""
+    """Turn a call into one without side effects, by making flax NNX modules pytrees in arguments and results."""
     check_tree((args, kwargs), where="the arguments of the function")
     owner = getattr(fn, "__self__", None)
     method = getattr(fn, "__func__", None) if is_nnx_module(owner) else None

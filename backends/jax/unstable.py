@@ -1,4 +1,4 @@
-"""Everything that uses parts of JAX which may change in any release: jaxprs, their equations, primitives' parameters.
+"""Everything that uses parts of JAX which can change in any release: jaxprs, their equations, primitives' parameters.
 
 Tested from JAX 0.9 on. JAX does not promise that ``jax.extend`` (JEP 15856) and the parameters of primitives stay the
 same. Differences between releases are handled here and nowhere else.
@@ -49,7 +49,7 @@ def dtype_in(variable: Any) -> Any:
 
 
 def varying_axes(array: Any) -> frozenset[Any]:
-    """Return the axes of ``shard_map`` along which an array may differ; none are known under ``check_vma=False``."""
+    """Return the axes of ``shard_map`` along which an array can differ; none are known under ``check_vma=False``."""
     aval = jax.typeof(array)
     own = getattr(aval, "manual_axis_type", None)  # from JAX 0.10 on
     axes: frozenset[Any] = aval.vma if own is None else own.varying

@@ -221,7 +221,7 @@ class Part(NamedTuple):
 
 
 def op_class_of(policy: Policy, operation: str, layer: Any, path: str, is_head: bool) -> str:
-    """Return the class of a layer: that of a rule, else ``full`` for a head, else that of the table."""
+    """Return the class of a layer: by a rule, else ``full`` for a head, else by the table."""
     rule = next((rule for rule in policy.rules if matches(rule, operation, path)), None)
     if rule is not None:
         return policy.decide(operation, path).op_class if rule.matches(operation, path) else "full"
@@ -385,7 +385,7 @@ def remaining_policy(model: Any, policy: Policy) -> Policy:
 
 
 def set_formats(parts: Iterable[Part], policy: Policy) -> None:
-    """Set the dtype policy and the border of every layer that polyamp may change."""
+    """Set the dtype policy and the border of every layer that polyamp can change."""
     # All dtype policies are chosen before the first is set, so an error changes nothing.
     for layer, name, border in [(one.layer, policy_of(one, policy), one.border) for one in parts if can_change(one)]:
         layer.dtype_policy = name

@@ -103,7 +103,7 @@ def platform_of(value: Any) -> str | None:
 
 
 def place_of(tensor: Any) -> Any:
-    """Return what is being traced around a tensor; in eager code the replica that runs it, if any does, or None."""
+    """Return what is traced around a tensor; in eager code, the replica that runs here, or None."""
     if BACKEND == "tensorflow":
         return next(iter(skipping.places()), None)
     return jax_trace(tensor) if BACKEND == "jax" and isinstance(tensor, jax.core.Tracer) else None

@@ -245,7 +245,7 @@ class LossScaler(ArrayScaler, tf.Module):
             return tf.group(*self.round_into(variables, trained))
 
     def _note_read(self) -> None:
-        """Record that the scale was read, if a tape records: the value may become a factor of the loss."""
+        """Record that the scale was read, if a tape records: the value can become a factor of the loss."""
         if is_recording():
             self.note_by_hand()
 

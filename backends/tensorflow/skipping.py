@@ -112,7 +112,7 @@ def graph_here() -> Any:
 
 
 def report_of(losses: ScaledLosses, settings: LossScale, compute: str | None) -> Callable[[], Any]:
-    """Return the ``report`` for `update_if`: it makes an operation that reports a loss which was not finite."""
+    """Return the ``report`` for `update_if`, which makes an operation that reports a loss which was not finite."""
     graph = graph_here()
     if graph is None or compiles_by_xla(graph) or not losses.are_here(graph):
         return lambda: None  # XLA has no such operation; in eager code the loss was reported when it was scaled

@@ -1,4 +1,4 @@
-"""The verdict on a skipped step: its first tensor that is not finite, in the order of computation, decides.
+"""The verdict on a skipped step: the step's first tensor that is not finite, in the order of computation, decides.
 
 For example, if a matmul's output in the forward pass is the first, the forward pass overflows and no loss scale helps.
 If an activation gradient is the first, and it jumped by `AMPLIFIES` or more powers of two, that layer is to blame;

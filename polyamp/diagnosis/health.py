@@ -80,7 +80,7 @@ class Health(Report):
 
     @property
     def calibrating(self) -> int:
-        """Return the number of steps skipped before the scale first grew: a high first scale comes down by skips."""
+        """Return the number of steps skipped before the scale first grew, to bring down a high first scale."""
         return int(self.counters.calibrating) if self.settings.dynamic else 0
 
     @property
@@ -90,7 +90,7 @@ class Health(Report):
 
     @property
     def unexpected(self) -> int:
-        """Return the number of steps skipped for another reason: their gradients were suddenly larger."""
+        """Return the number of steps skipped for another reason, such as suddenly larger gradients."""
         return self.skipped - self.calibrating - self.periodic
 
     @property

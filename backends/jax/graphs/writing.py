@@ -1,6 +1,6 @@
 """Binds one primitive in a format, so that its derivative is accurate and keeps few bytes.
 
-JAX derives the backward pass from what is bound: its sums, and the arrays that it keeps, have the formats chosen here.
+JAX derives the backward pass from what is bound, so its sums, and the arrays that it keeps, have the formats set here.
 For example, a float16 bias that is added to 512 rows has a sum over 512 rows as its derivative. So the bias is spread
 over the rows in float32 first, and then cast: the derivative sums in float32.
 

@@ -1,1 +1,1 @@
-"""Recordings of one training step: it is traced, then evaluated once more with every tensor counted."""
+"""Recordings of one training step, which is traced, then evaluated once more with every tensor counted."""

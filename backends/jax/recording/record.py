@@ -1,4 +1,4 @@
-"""The function `record`: it traces a step and returns a `polyamp.diagnosis.recording.Recording`."""
+"""The function `record`, which traces a step and returns a `polyamp.diagnosis.recording.Recording`."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Record(NamedTuple):
 
 
 def sampled(records: Iterable[Record]) -> list[Record]:
-    """Return records with samples; tensors of one size share a sample, up to a total size: it needs all at once."""
+    """Return records with samples; tensors of one size share a sample, up to a total size, as it needs all at once."""
     own, groups = list(records), dict[Any, list[list[int]]]()
     flat = {index: record.array.reshape(-1) for index, record in enumerate(own) if record.sample is None}
     for index, array in flat.items():

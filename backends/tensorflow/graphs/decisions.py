@@ -496,7 +496,7 @@ def _range(decisions: Pass, node: Node) -> TypedNode:
 
 
 def _shape(decisions: Pass, node: Node) -> TypedNode:
-    """Decide a node that reads sizes: it takes values without casts."""
+    """Decide a node that reads sizes, and so takes values without casts."""
     decided = decisions.by_flow(node)
     low = decisions.program.low
     types = {known.dtype for known in decisions.inputs_of(node)}
@@ -527,7 +527,7 @@ def _merge(decisions: Pass, node: Node) -> TypedNode:
 
 
 def _loop_edge(decisions: Pass, node: Node) -> TypedNode:
-    """Decide an edge into a loop or to its next iteration: it has the type of the loop's head, except for constants."""
+    """Decide an edge into a loop or to a next iteration: but for constants, it has the type of the loop's head."""
     if node.op == "Enter" and node.definition.attr["is_constant"].b:
         return decisions.by_flow(node)
     return decisions.as_written(node, "carried by a loop", CARRIED)

@@ -58,7 +58,7 @@ class Lists:
         self._narrow: set[str] = set()
 
     def is_low(self, name: str) -> bool:
-        """Return whether a list has 16-bit items: its values are low, or every use takes them in 16 bits."""
+        """Return whether a list has 16-bit items: if the values are low, or each use takes items in 16 bits."""
         return self.value_of(name).state == "low" or self._root(name) in self._narrow
 
     def take(self, name: str, *, is_low: bool) -> None:

@@ -185,7 +185,7 @@ def _fitting(captured: Captured, writer: _Writer) -> Callable[[Sequence[Any], An
 
 
 def mode_of(root: nn.Module) -> tuple[Any, ...]:
-    """Return whether gradients are recorded, and the training mode of every module: code may depend on either."""
+    """Return whether gradients are recorded, and each module's training mode, since code can depend on either."""
     return (torch.is_grad_enabled(), *(module.training for module in root.modules()))
 
 

@@ -89,7 +89,7 @@ def value_by_type(known: Known, inputs: Sequence[Known]) -> Any:
 
 
 def join_values(values: Sequence[Value]) -> Value:
-    """Return the facts about a float32 value that may be any of several."""
+    """Return the facts about a float32 value that is one of several, unknown which."""
     states = ("strong", "other", "input")
     return next((Value(one.state, one.maker) for state in states for one in values if one.state == state), WEAK)
 

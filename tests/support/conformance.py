@@ -111,7 +111,8 @@ class Conformance:
         before = session.weights()
         with pytest.warns(polyamp.PolyampWarning, match="before scaling: a smaller scale cannot help") as said:
             result = session.step(random_arrays(1), loss=value)
-        assert (result.applied, len(said)) == (False, 1)
+        own = [one for one in said if issubclass(one.category, polyamp.PolyampWarning)]
+        assert (result.applied, len(own)) == (False, 1)
         assert ("before scaling" in result.reason) is (harness.name != "jax")  # whose state does not have the loss
         assert not session.step(random_arrays(1), loss=value)
         assert "before scaling" not in session.step(spoiled(random_arrays(1), value), loss=1.0).reason

@@ -22,7 +22,7 @@ from polyamp.settings import LossScale
 
 
 class OfPolicy:
-    """A base of objects made for a policy, as a loss scale is."""
+    """The base class of scalers, which may have a policy."""
 
     policy: Policy | None  # None if nobody chose one
 

@@ -181,7 +181,7 @@ class ArrayScaler(OfPolicy):
         return self.xp.logical_and(all_finite(self.xp, grads), can_divide(self.value(self.stored.dynamic_scale)))
 
     def divide(self, grads: Sequence[Any], variables: Sequence[Any] = ()) -> list[Any]:
-        """Return gradients divided by the scale of their loss, in float32 or wider; ``variables``: theirs, if known."""
+        """Return gradients, of ``variables`` if known, divided by their loss's scale, in float32 or wider."""
         if not self.settings.check:
             return list(grads)
         scale = self.value(self.stored.dynamic_scale)

@@ -219,13 +219,15 @@ def write(settings: Fields, state: Fields, like: str) -> Form:
 
 
 def write_apex_losses(settings: Fields, initial: Fields, states: Mapping[Hashable, Fields]) -> Form:
-    """Return the state of Apex for several losses; None is the loss without an id, Apex's first."""
+    """Return several losses' state in Apex's form; its first loss is that with id 0, or without one (None)."""
     # Apex loads its losses by their order, so an id that was never used keeps its place, with the initial state. Ids
     # that are not numbers have no place there, and are reported.
     numbers = [one for one in states if isinstance(one, int) and not isinstance(one, bool) and one >= 0]
-    others = [one for one in states if one is not None and one not in numbers]
+    others = [repr(one) for one in states if one is not None and one not in numbers]
+    if 0 in numbers and states.get(None, initial) != initial:
+        others.append("losses without an id")
     if others:
-        warn_once(f"Apex numbers its losses: the loss scales of {', '.join(map(repr, others))} are lost.")
+        warn_once(f"Apex numbers its losses: the loss scales of {', '.join(others)} are lost.")
     order = [0 if 0 in numbers else None, *range(1, max(numbers, default=0) + 1)]
     losses = (write(settings, states.get(loss_id, initial), "apex") for loss_id in order)
     return {f"loss_scaler{number}": loss["loss_scaler0"] for number, loss in enumerate(losses)}

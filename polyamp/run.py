@@ -112,7 +112,7 @@ class Finder(MetaPathFinder):
             self._begin(name)
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return what the other finders find, with a loader that calls the package's function afterwards."""
+        """Return the other finders' spec; its loader loads the package, then calls its function."""
         if fullname not in self._entries:
             return None
         others = (one.find_spec(fullname, path, target) for one in sys.meta_path if one is not self)

@@ -56,7 +56,7 @@ def note_scale(grads: Any, scale: Any) -> None:
 
 
 def at_scale(grads: Any, scale: Any) -> Any:
-    """Return gradients at this loss scale: multiply those that `note_scale` recorded at another."""
+    """Return gradients brought to this loss scale, if `note_scale` noted another for them."""
 
     def moved(leaf: Any) -> Any:
         _, own = _MADE_AT.get(id(leaf), (None, scale))

@@ -214,7 +214,7 @@ def transformations(equation: Any) -> set[str]:
 
 
 def live(closed: Any, wanted: Sequence[bool]) -> list[tuple[Any, list[bool]]]:
-    """Return the equations that have effects or that wanted outputs depend on, each with flags for its needed outputs.
+    """Return the equations that have or feed effects, or feed wanted outputs, each with flags for its needed outputs.
 
     JAX's own function for this is private, and rewrites the jaxpr.
     """

@@ -233,7 +233,7 @@ def op_class_of(policy: Policy, operation: str, layer: Any, path: str, is_head: 
 
 
 def matches(rule: Rule, operation: str, path: str) -> bool:
-    """Return whether a rule names a layer, or keeps an operation inside it in float32."""
+    """Return whether a rule matches a layer, or sets an operation in it to ``full``."""
     *_, last = rule.pattern.replace(".", "/").split("/")
     names_inside = rule.op_class == "full" and last in TABLE and last != rule.pattern
     return rule.matches(operation, path) or (names_inside and rule.matches(last, path))

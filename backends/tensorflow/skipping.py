@@ -82,7 +82,7 @@ def update_if(
 ) -> tf.Tensor:
     """Run ``update(grads)``, which returns an operation or None, if ``finite``: in every replica or in none.
 
-    If the step is skipped, run ``report()``, which also returns an operation or None; but not in replicas.
+    A skipped step without a strategy runs ``report()``, which also returns an operation or None.
     """
     if not tf.distribute.has_strategy():
         return _run_if(finite, lambda: update(grads), report)

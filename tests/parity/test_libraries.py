@@ -249,6 +249,15 @@ def test_losses_without_a_number_are_reported() -> None:
         assert list(polyamp.save_loss_scale(optimizer, like="apex")) == ["loss_scaler0"]
 
 
+def test_of_losses_without_an_id_and_one_with_id_0_the_first_are_reported() -> None:
+    optimizer = torch_optimizer(LossScale.like("apex", init=8.0))
+    optimizer.scale(torch.ones(()), loss_id=0)
+    assert list(polyamp.save_loss_scale(optimizer, like="apex")) == ["loss_scaler0"]
+    polyamp.load_loss_scale(optimizer, {"scale": 2.0, "good_steps": 3})
+    with pytest.warns(PolyampWarning, match="Apex numbers its losses: .* losses without an id are lost"):
+        assert polyamp.save_loss_scale(optimizer, like="apex")["loss_scaler0"]["loss_scale"] == 8.0
+
+
 # --- another policy's, in every framework -----------------------------------------------------------------------------
 
 

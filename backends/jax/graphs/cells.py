@@ -88,7 +88,7 @@ class Cell:
         return self.cast(self.declared)
 
     def low(self, dtype: Any, value: Value) -> Cell:
-        """Return a cell that describes this value in 16 bits, as made by the operation that made ``value``."""
+        """Return a cell that describes the array as low, in ``dtype``, and made by the maker of ``value``."""
         return Cell(self.array, dtype, self.declared, Value("low", value.maker), shared=True)
 
     @property

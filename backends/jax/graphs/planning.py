@@ -43,7 +43,7 @@ class PlanBuilder:
 
     @contextmanager
     def repeated(self, mark: int, times: int = 1) -> Iterator[None]:
-        """Remove entries after ``mark``, of an earlier trace; count the new ones, added inside, ``times`` times."""
+        """Remove what an earlier trace added from ``mark`` on; what is added inside counts ``times`` times."""
         del self.operations[mark:]
         self._begins = {region: begin for region, begin in self._begins.items() if begin < mark}
         before, self._times = self._times, self._times * times

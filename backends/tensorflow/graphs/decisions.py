@@ -431,7 +431,7 @@ class Pass:
         return any(value.role == "normalized" for value in known)
 
     def _readers(self, node: Node, *, is_backward: bool) -> list[Node]:
-        """Return the nodes that take a node's outputs; none unless it only moves, masks or adds, or is a product."""
+        """Return a node's readers, if the node only moves, masks or adds, or is a forward product; else nothing."""
         weak = [value for value in node.inputs if value in self.known and self.known[value].value.state == "weak"]
         moves = OPERATIONS.get(node.op) in _MOVING or node.op in ("AddN", "BiasAdd") or (node.op == "Mul" and weak)
         passes = moves or (not is_backward and self._is_product(node))

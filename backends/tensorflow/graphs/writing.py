@@ -108,7 +108,7 @@ class Body:
         return [self.value(value, dtype, decided.decision.anew) for value, dtype in pairs]
 
     def value(self, value: str, dtype: int, anew: Sequence[str] = ()) -> str:
-        """Write a cast of a value to a type, or for a role in ``anew`` a float32 copy; return its name."""
+        """Write a value in a type: cast or, for a role in ``anew``, computed again; return its name."""
         known = self._decisions.known[value]
         if known.dtype == dtype or known.dtype > 100:
             return value

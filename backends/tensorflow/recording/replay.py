@@ -170,7 +170,7 @@ class Replay:
         return inputs
 
     def _iterated(self, decided: TypedNode, inputs: list[Evaluated]) -> list[Evaluated]:
-        """Run ``for batch in dataset``, whose function takes carried values, an element and captured values."""
+        """Run ``for batch in dataset``; the body takes carried values, an element and captured values."""
         attributes, (inside,) = decided.node.definition.attr, decided.inside
         carried, captured = (len(attributes[name].list.type) for name in ("Tstate", "Targuments"))
         state, others = inputs[1 : 1 + carried], inputs[1 + carried :]

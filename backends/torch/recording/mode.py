@@ -235,7 +235,7 @@ _ACCUMULATION = "torch::autograd::AccumulateGrad"
 
 
 def _runs_again(node: Any) -> bool:
-    """Return whether a checkpointed function runs again, so that its results are recorded already."""
+    """Return whether a checkpointed function runs again; its first run's results are recorded."""
     return unstable.checkpointing() is not None or (
         torch.is_grad_enabled() and node.name().startswith("CheckpointFunction")
     )

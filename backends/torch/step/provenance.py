@@ -181,7 +181,7 @@ class Provenance:
             self._share()
 
     def _note_scaled_loss(self, scaling: Scaling, *, is_marked: bool = True) -> None:
-        """Note a scaled loss that added to the gradients; a loss that is not finite skips the step in any case."""
+        """Note a scaled loss that added to the gradients; if the loss is not finite, this alone skips the step."""
         if self.scaling is None or (self.from_last_step and not is_marked):
             self.scaling = scaling
         elif not (is_marked or self.scaling.is_like(scaling)):

@@ -134,7 +134,7 @@ def _letting_go_of_failures() -> Iterator[None]:
 
 
 def hint(number: Any) -> int:
-    """Return a size's number in the example, which it holds privately if symbolic; 0 if it depends on values."""
+    """Return a size as it was in the example, which symbolic sizes hide; 0 if it depends on values."""
     if not isinstance(number, torch.SymInt):
         return int(number)
     return int(number.node.hint) if number.node.has_hint() else 0

@@ -47,7 +47,7 @@ def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def gathers_16_bits(module: torch.nn.Module) -> bool:
-    """Return whether ``fully_shard`` gathers a module's parameters in 16 bits; only its private state has this."""
+    """Return whether ``fully_shard`` gathers a module's parameters in 16 bits; only private state tells."""
     state = getattr(module, "_get_fsdp_state", None)
     policy = None if state is None else state()._mp_policy
     return getattr(policy, "param_dtype", None) in (torch.float16, torch.bfloat16)

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import signal
 import sys
 import tempfile
@@ -91,10 +92,9 @@ class Lines:
 
 def run(tests: list[str], suite: str, plugins: list[Any]) -> int:
     # A file named on the command line would have its assertions rewritten, from the source on the disk.
-    options = "-q --no-header --tb=no -p no:cacheprovider -m not~slow --doctest-modules --assert=plain"
-    end = "--maxfail=1000" if plugins else "-x"
-    arguments = [one.replace("~", " ") for one in options.split()]
-    return int(pytest.main([f"--suite={suite}", f"--rootdir={ROOT}", *arguments, end, *tests], plugins))
+    options = shlex.split("-q --no-header --tb=no -p no:cacheprovider -m 'not slow' --doctest-modules --assert=plain")
+    end = [] if plugins else ["-x"]
+    return int(pytest.main([f"--suite={suite}", f"--rootdir={ROOT}", *options, *end, *tests], plugins))
 
 
 def in_a_fork(work: Callable[[], int]) -> int:

@@ -387,7 +387,7 @@ class Calibration(Report):
         rules = ["rules={", *(f'    "{rule}": "{name}",' for rule, name in self.rules.items()), "}", ""]
         scales = f"safe loss scales: {_scales(self.before)}; with the rules: {_scales(self.after)}"
         left = [f"not safe: {one.advice}" for one in self.after if not one.is_safe]
-        if not self.is_safe:
+        if not (left or self.is_safe):
             left.append("not safe: a loss scale that one batch needs is too large for another; bfloat16 needs none")
         return [*(rules if self.rules else []), scales, *left[:1]]
 

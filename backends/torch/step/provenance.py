@@ -39,9 +39,7 @@ from polyamp.backends.torch.step.masters import MasterWeights
 from polyamp.backends.torch.step.passes import PASSES, Entry
 from polyamp.backends.torch.step.ranks import has_peers
 from polyamp.backends.torch.step.scale import LossScaler, Scaling
-from polyamp.backends.torch.unstable import (
-    gradient_hooks,
-)
+from polyamp.backends.torch.unstable import gradient_hooks
 from polyamp.errors import wrong_type
 from polyamp.scale import StepResult
 
